@@ -158,6 +158,13 @@ class SparkBroker(ABC):
         checkpoint: the URI of the folder that it is in.
         """
 
+    def with_topics(self, session: SparkSession, offset: str, topics: Sequence[str]) -> str:
+        """This offset of a checkpoint for a query over these topics, where Spark's source needs all of them there, and no others.
+
+        Topics that it does not know begin at their first stored record. Raises UnknownTopic, Unavailable.
+        """
+        return offset
+
     @abstractmethod
     def read_stream(
         self,

@@ -88,6 +88,14 @@ class KafkaSparkBroker(SparkBroker):
         found = {topic.removeprefix(self._prefix): part for topic, part in json.loads(line).items()}
         return {(topic, int(p)): n for topic, part in found.items() for p, n in part.items()}
 
+    def with_topics(self, session: SparkSession, offset: str, topics: Sequence[str]) -> str:
+        known: dict[str, dict[str, int]] = json.loads(offset)
+        found = {topic: known[topic] for topic in self._full(topics) if topic in known}
+        added = [topic for topic in topics if self._prefix + topic not in known]
+        for part in self.stored_ranges(session, added) if added else ():
+            found.setdefault(self._prefix + part.topic, {})[str(part.partition)] = part.start
+        return json.dumps(found, separators=(",", ":"))
+
     def read_stream(
         self,
         session: SparkSession,

@@ -180,6 +180,27 @@ class Checkpoint:
         lines = [] if batch is None else [_NAME.sub("", line) for line in self._lines(f"offsets/{batch}")[2:]]
         return {place: offset for line in lines if line != "-" for place, offset in parse(line, self.path).items()}
 
+    def source_offset(self, batch: int) -> str | None:
+        """The planned end of this batch, as Spark wrote it; None for a query with several sources, or with names for them."""
+        _, _, *lines = self._lines(f"offsets/{batch}")
+        return lines[0] if len(lines) == 1 and not _NAME.match(lines[0]) and lines[0] != "-" else None
+
+    def replace_source_offset(self, batch: int, offset: str) -> None:
+        """Of a batch that is done, while no query runs. Durably. Raises CheckpointInUse."""
+        name = f"offsets/{batch}"
+        content = "\n".join([*self._lines(name)[:2], offset]).encode()
+        self.check_held()
+        if self._local is None:
+            self._files.write(name, content)
+            return
+        path = self._local / name
+        path.with_name(f".{batch}.crc").unlink(missing_ok=True)  # Spark's sum of the former content
+        new = path.with_name(f".{batch}.new")
+        new.write_bytes(content)
+        sync(new)
+        new.replace(path)
+        sync(path.parent)
+
     def source_names(self, batch: int) -> list[str]:
         """Of the sources of this planned batch, in their order; "" for a source without a name."""
         found = [_NAME.match(line) for line in self._lines(f"offsets/{batch}")[2:]]

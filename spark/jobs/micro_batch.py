@@ -37,6 +37,7 @@ from spark.jobs.dead_letters import (
     reject_bad_records,
     write_dead_letters,
 )
+from spark.jobs.moved_sources import fit_offsets, without_removed
 from spark.jobs.query import BatchHandler, MicroBatchQuery, Query
 from spark.jobs.state_store import state_store
 from spark.records import RecordOffset
@@ -66,7 +67,8 @@ from spark.transforms.view import FAILED_CHECK, TIME, drop_duplicates
 def start_micro_batches(query: Query) -> MicroBatchQuery:
     """Run a row-by-row transform on each micro-batch."""
     transform = query.prepared.transform
-    source = query.source()
+    fit_offsets(query)
+    source = without_removed(query, query.source())
     if transform.deduplicate_within is not None:
         # Ids are forgotten with the next data; a batch only for that would delay it.
         query.session.conf.set("spark.sql.streaming.noDataMicroBatches.enabled", "false")

@@ -16,8 +16,9 @@ from spark.health import SLOW
 from spark.java import JAVA_ERRORS
 from spark.jobs.attempts import forget_parts
 from spark.jobs.checkpoint import CheckpointDamaged, peek_checkpoint
+from spark.jobs.open_batches import REJECTED_FILE, REPORTED_FILE, write_up_to
 from spark.jobs.query import Query
-from spark.jobs.replay import REJECTED_FILE, REPORTED_FILE, BadRecords, ReportedBatches, write_up_to
+from spark.jobs.replay import BadRecords, ReportedBatches
 from spark.session import slots
 from spark.settings import SelectedPipes, TransformSettings
 from spark.transforms.preparation import Prepared, prepare_pipe

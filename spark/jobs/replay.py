@@ -5,16 +5,11 @@ events again: the search for culprits after a failure, the dead letters of a bat
 crash left unreported, and the search for late events.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
-from typing import Self
 
-import msgspec
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
-from pyspark.sql.types import StructType
 
 from spark.brokers.contract import SparkBroker
 from spark.jobs.attempts import MAX_ENDED, PartName, PartRunner
@@ -38,8 +33,9 @@ from spark.jobs.dead_letters import (
     reject_late,
     write_dead_letters,
 )
+from spark.jobs.open_batches import REJECTED_FILE, REPORTED_FILE, UpTo, of_last_run, read_up_to, write_up_to
 from spark.jobs.query import Query
-from spark.records import RAW_NAMES, OffsetRange, Offsets, RecordOffset, offset_text
+from spark.records import RAW_NAMES, OffsetRange, Offsets, RecordOffset
 from spark.reports import BatchReport, Origins, add_outcome, collect_origins, union, without
 from spark.transforms.preparation import Prepared, of_stream
 from spark.transforms.view import TIME
@@ -47,8 +43,6 @@ from spark.transforms.view import TIME
 REJECTS = "rejects"
 """Earlier versions read bad records in a second query. It names that query: its writer and its checkpoint."""
 SKIPPED_FILE = "skipped.json"
-REPORTED_FILE = "told_up_to.json"
-REJECTED_FILE = "rejected_up_to.json"
 LATE_FILE = "late_up_to.json"
 SEARCHED_EVENTS = 200_000
 """A real-time query plans no batches: when it ended processes, the search covers about this number of events after its commit."""
@@ -153,51 +147,6 @@ class TrialParts:
         _reject(self._query, self._raw, {record: reason}, read_skipped(self._query))
 
 
-class UpTo(msgspec.Struct, frozen=True):
-    """The last batch that is done, and its end. batch: -1 before the first.
-
-    columns: of each source (JSON of Spark's type; None: any text), by which later batches are checked. None: not known; earlier
-    versions do not write it.
-    """
-
-    batch: int
-    end: list[RecordOffset]
-    columns: dict[str, str | None] | None = None
-
-    @classmethod
-    def at(cls, batch: int, end: Offsets, columns: dict[str, str | None] | None = None) -> Self:
-        return cls(batch, [RecordOffset(*place, offset_text(offset)) for place, offset in end.items()], columns)
-
-    def offsets(self) -> Offsets:
-        return {(topic, partition): int(offset) for topic, partition, offset in self.end}
-
-
-def write_up_to(query: Query, name: str, batch: int, end: Offsets) -> UpTo:
-    """Write this note beside the checkpoint, durably."""
-    up_to = UpTo.at(batch, end, query.prepared.columns)
-    query.checkpoint.write_note(name, up_to)
-    return up_to
-
-
-def read_up_to(checkpoint: Checkpoint, name: str) -> Offsets:
-    """The position in this note; empty without one."""
-    known = checkpoint.read_note(name, UpTo)
-    return {} if known is None else known.offsets()
-
-
-def _of_last_run(query: Query) -> Query:
-    """With the checks of the run that left batches open: what failed them is in no output, whatever the pipe file says now."""
-    known = query.checkpoint.read_note(REJECTED_FILE, UpTo)
-    former = None if known is None else known.columns
-    if former is None or former == query.prepared.columns:
-        return query
-    views = dict(query.prepared.views)
-    for stream in former.keys() & views.keys():
-        text = former[stream]
-        views[stream] = views[stream].with_columns(None if text is None else StructType.fromJson(json.loads(text)))
-    return replace(query, prepared=replace(query.prepared, views=views))
-
-
 class BadRecords:
     """Sends the records of a query's batches that fail a check to the dead letters, one batch after the other.
 
@@ -207,7 +156,7 @@ class BadRecords:
 
     def __init__(self, query: Query) -> None:
         """Settles the open batches of the last run. Blocking. Raises the errors of reading and writing."""
-        self._query = _of_last_run(query)
+        self._query = of_last_run(query)
         newest = query.checkpoint.newest("commits")
         known = query.checkpoint.read_note(REJECTED_FILE, UpTo)
         if known is None:
@@ -220,7 +169,7 @@ class BadRecords:
         self._query = query
 
     def begin(self) -> None:
-        """Before the first batch of a run, and after all that `_of_last_run` is for: note by which columns it checks."""
+        """Before the first batch of a run, and after all that `of_last_run` is for: note by which columns it checks."""
         if self._saved.columns != self._query.prepared.columns:
             self._saved = write_up_to(self._query, REJECTED_FILE, self._done.batch, self._done.offsets())
 
@@ -266,14 +215,14 @@ class ReportedBatches:
 
     def __init__(self, query: Query) -> None:
         """Reports the unreported batches of the last run. Blocking. Raises the errors of reading and writing."""
-        self._query, self._checks = query, _of_last_run(query).prepared
+        self._query, self._read = query, of_last_run(query)
         known = query.checkpoint.read_note(REPORTED_FILE, UpTo)
         newest = query.checkpoint.newest("commits")
         if known is None:  # batches from before the ledger was switched on stay outside of it
             known = self._write(-1 if newest is None else newest)
         self._saved, self._last = known, known.batch
         self.catch_up()
-        self._checks = query.prepared
+        self._read = query
 
     def report(self, batch: int, report: BatchReport) -> None:
         """This batch is done. Batches between the last reported one and this one are read again."""
@@ -301,7 +250,7 @@ class ReportedBatches:
     def _read_again(self, batch: int) -> None:
         """From the saved end to the end of this batch."""
         query = self._query
-        unreported = query.ranges_between(
+        unreported = self._read.ranges_between(
             self._saved.offsets(), query.checkpoint.offsets(batch, query.broker.parse_offsets)
         )
         for part in query.broker.split_ranges(unreported, query.prepared.transform.max_events):
@@ -309,18 +258,18 @@ class ReportedBatches:
         self._last = batch
 
     def _recompute(self, ranges: list[OffsetRange]) -> BatchReport:
-        """The outcomes of these events, by the present transform if it is row by row. Otherwise each event counts as filtered."""
-        query, prepared = self._query, self._query.prepared
+        """The outcomes of these events, by the present transform if it is row by row. Otherwise, and where the sources changed,
+        each event counts as filtered.
+        """
+        query, prepared, read_by = self._query, self._query.prepared, self._read.prepared
         skipped = query.checkpoint.read_note(SKIPPED_FILE, list[RecordOffset]) or []
         raw = _read_unskipped(query, ranges, skipped)
-        views = self._checks.views.items()
-        good = [
-            view.good_raw(view.check(of_stream(prepared, raw, stream))).select(*RAW_NAMES) for stream, view in views
-        ]
+        views = read_by.views.items()
+        good = [view.good_raw(view.check(of_stream(read_by, raw, stream))).select(*RAW_NAMES) for stream, view in views]
         read = union(collect_origins(frame).counted(query.pipe) for frame in good)
         written: Origins = {}
-        if prepared.row_by_row:
-            raw = raw if self._checks is prepared else reduce(DataFrame.union, good)
+        if prepared.row_by_row and read_by.views.keys() == prepared.views.keys():
+            raw = raw if read_by is prepared else reduce(DataFrame.union, good)
             written = collect_origins(prepared.apply(prepared.views_of(raw), query.session)).all
         report = BatchReport(query.pipe)
         add_outcome(report.sets, "passed", written)
@@ -354,7 +303,7 @@ class LateEvents:
             query.checkpoint.write_note(LATE_FILE, -1)
         done = query.checkpoint.newest("commits")
         if done is not None:
-            self._query = _of_last_run(query)
+            self._query = of_last_run(query)
             self.settle(done, dropped=True)
             self._query = query
 

@@ -21,6 +21,7 @@ from spark.java import progress_since
 from spark.jobs.attempts import Stopping
 from spark.jobs.culprits import FailureStreak, exactly
 from spark.jobs.modes import REAL_TIME_BATCH_S, MorePartitions
+from spark.jobs.moved_sources import fit_offsets, without_removed
 from spark.jobs.query import POLL_S, Query, has_completed_trigger, is_in_trigger, wait_for_end
 from spark.jobs.replay import (
     BadRecords,
@@ -75,6 +76,7 @@ class StreamingPlanQuery:
         self._reported = ReportedBatches(query) if query.ledger else None
         self._late = LateEvents(query) if query.prepared.transform.watermark is not None else None
         self._bad.begin()
+        fit_offsets(query)
         with query.watchdog.watching(query.writer, "the search for events that end the process"):
             reject_process_killers(query, self._streak)
         self._start_transforming()
@@ -210,6 +212,7 @@ def start_transforming(query: Query) -> StreamingQuery:
         raw = broker.read_stream(
             query.session, [stream], max_events, checkpoint=query.checkpoint.path, name=name
         ).where(f"NOT ({skip})")
+        raw = without_removed(query, raw)
         checked = view.check(raw, clock_now())
         frames[stream] = prepared.watermarked(view.good(checked.observe(f"in:{stream}", *in_metrics)))
     out = prepared.apply(frames, query.session)

@@ -1,7 +1,7 @@
 """A broker that tests share, and real jobs on it. Topics have names of their own."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
@@ -47,14 +47,14 @@ class BrokerPipeline(RunningJobs):
             for topic in topics:
                 await broker.admin.create_topic(TopicSpec(topic, partitions))
 
-    def send(self, records: list[Record], partition: int = 0) -> None:
-        """Store records in one partition of the stream."""
+    def send(self, records: list[Record], partition: int = 0, stream: str = "") -> None:
+        """Store records in one partition of the stream, or of this one."""
 
         async def append() -> None:
             async with asyncio.timeout(240), open_broker(self.url) as broker:
                 while True:  # a fresh cluster first finds out who gives producer ids
                     try:
-                        await broker.appender.append(self.stream, partition, records, timeout=30.0)
+                        await broker.appender.append(stream or self.stream, partition, records, timeout=30.0)
                     except Unavailable:
                         await asyncio.sleep(0.5)
                     else:
@@ -98,15 +98,17 @@ class BrokerPipeline(RunningJobs):
                     return mine
                 await asyncio.sleep(0.2)
 
-    def chosen(self, *, columns: str | None = None, **transform: object) -> SelectedPipes:
-        """Write the pipe file; `{s}` in `sql` stands for the stream."""
+    def chosen(self, *, columns: str | None = None, sources: Sequence[str] = (), **transform: object) -> SelectedPipes:
+        """Write the pipe file; `{s}` in `sql` stands for the stream. sources: other ones than the stream."""
         if isinstance(sql := transform.get("sql"), str):
             transform["sql"] = sql.format(s=self.stream)
         stream = {} if columns is None else {"columns": columns}
         destinations = [{"name": "d", "webhook": {"url": "https://example.com/"}}]
-        pipe = {"sources": [self.stream], "transform": transform, "destinations": destinations}
+        sources = list(sources) or [self.stream]
+        pipe = {"sources": sources, "transform": transform, "destinations": destinations}
         path = self.folder / "pipes.yaml"
-        path.write_text(yaml.safe_dump({"version": 1, "streams": {self.stream: stream}, "pipes": {self.pipe: pipe}}))
+        streams = {one: dict(stream) for one in sources}
+        path.write_text(yaml.safe_dump({"version": 1, "streams": streams, "pipes": {self.pipe: pipe}}))
         return load_pipes(TransformSettings(pipes=path))
 
     def start(self, chosen: SelectedPipes, *, auto: bool = False, per_batch: bool = False) -> Job:

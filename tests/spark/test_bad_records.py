@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from spark.jobs.replay import REJECTED_FILE, BadRecords, read_up_to
+from spark.jobs.open_batches import REJECTED_FILE, read_up_to
+from spark.jobs.replay import BadRecords
 from spark.records import OffsetRange, Offsets
 from spark.reports import BatchReport
 

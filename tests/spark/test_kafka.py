@@ -21,6 +21,7 @@ from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
 from services.core.metrics import TRANSFORM_MODE
 from services.core.pauses import Pause
+from spark.brokers.kafka import KafkaSparkBroker
 from spark.jobs.replay import BadRecords
 from tests.spark.broker_pipeline import BrokerPipeline
 from tests.spark.log_pipeline import NOW, event, interrupt_queries, numbers, wait_for
@@ -312,6 +313,52 @@ def test_a_checkpoint_changes_its_mode(
     assert numbers(reported, "dead") == {100, 101, 102}
 
 
+def test_sources_come_and_go(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a source that is added, also one whose first events are gone, or that is removed, also while a batch with
+    its events is planned and not done, stops a pipe on Kafka for good; or others lose their position."""
+    pipeline = make_pipeline(1)
+    s, old, new = pipeline.stream, f"{pipeline.stream}-old", f"{pipeline.stream}-new"
+    asyncio.run(pipeline.create([old, new], 1))
+    pipeline.send([flight(n) for n in range(10)])
+    pipeline.send([flight(100 + n) for n in range(20)], stream=old)
+    pipeline.send([flight(200 + n) for n in range(10)], stream=new)
+    asyncio.run(_delete_before(pipeline, 10, old))
+    expected: set[int] = set()
+
+    def run(sources: list[str], numbers: Iterable[int]) -> None:
+        start(sources)
+        expected.update(numbers)
+        out = pipeline.records("out", len(expected))
+        pipeline.stop()
+        assert sorted(read_id(r) or "" for r in out) == sorted(f"id-{n}" for n in expected), sources
+
+    def start(sources: list[str]) -> None:
+        sql = " UNION ALL ".join(f"SELECT event, delay FROM `{one}`" for one in sources)
+        chosen = pipeline.chosen(columns=COLUMNS, sql=sql, mode="micro-batch", sources=sources)
+        pipeline.states.clear()
+        pipeline.start(chosen)
+
+    run([s], range(10))
+    run([s, new], range(200, 210))
+    pipeline.send([flight(n) for n in range(10, 15)])
+    run([s], range(10, 15))
+    run([s, old], range(110, 120))
+    pipeline.send([flight(n) for n in range(15, 20)])
+    pipeline.send([flight(120)], stream=old)
+
+    def end(*_: object) -> None:
+        raise Unavailable("the process ends here")
+
+    with monkeypatch.context() as ending:
+        ending.setattr(KafkaSparkBroker, "write", end)
+        start([s, old])
+        pipeline.wait_for_problem()
+        pipeline.stop()
+    pipeline.send([flight(n) for n in range(20, 25)])
+    run([s], range(15, 25))
+    assert not asyncio.run(pipeline.read_now("dead"))
+
+
 def test_partitions_that_are_added_to_a_real_time_pipe(
     make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,14 +385,16 @@ async def _add_partitions(pipeline: BrokerPipeline, total: int) -> None:
         await broker.admin.add_partitions(pipeline.stream, total)
 
 
-async def _delete_before(pipeline: BrokerPipeline, offset: int) -> None:
+async def _delete_before(pipeline: BrokerPipeline, offset: int, stream: str = "") -> None:
     from aiokafka import TopicPartition
     from aiokafka.admin import RecordsToDelete
 
     from tests.support.kafka import open_admin
 
     async with open_admin(pipeline.url.removeprefix("kafka://")) as admin:
-        await admin.delete_records({TopicPartition(pipeline.stream, 0): RecordsToDelete(before_offset=offset)})
+        await admin.delete_records(
+            {TopicPartition(stream or pipeline.stream, 0): RecordsToDelete(before_offset=offset)}
+        )
 
 
 def test_recreated_topic_stops_the_query(make_pipeline: MakePipeline) -> None:
