@@ -55,7 +55,8 @@ class StatePlan(msgspec.Struct, frozen=True):
 
     operators: those with state, inner ones first. columns: the type of each source column that they read. sources: that it reads.
     code: a digest of the Python file, where its functions decide, too; else "". spark: the version that planned it. text:
-    `text_digest`.
+    `text_digest`. alone: of a transform that reads one union of several sources: by source, the operators without the others.
+    ordered: of a checkpoint that knows its sources by their order, so that they cannot change.
     """
 
     operators: list[StateOperator]
@@ -65,6 +66,12 @@ class StatePlan(msgspec.Struct, frozen=True):
     spark: str
     text: str
     format: int = FORMAT
+    alone: dict[str, list[StateOperator]] = {}
+    ordered: bool = False
+
+    def of_each_source(self) -> dict[str, list[StateOperator]]:
+        """What each source gives to the state; empty where the state needs several of them, as that of a join."""
+        return {self.sources[0]: self.operators} if len(self.sources) == 1 else self.alone
 
     @property
     def kinds(self) -> set[str]:
@@ -98,25 +105,39 @@ def compare_plans(former: StatePlan, now: StatePlan) -> str:
 
 
 def compare_state(former: StatePlan, now: StatePlan) -> list[str]:
-    """What changed, in words; empty: the state of the former transform is as if this one had left it."""
-    if [one.kind for one in former.operators] != [one.kind for one in now.operators]:
-        return [f"it kept the state of {_count_kinds(former)}, now of {_count_kinds(now)}"]
-    found = []
-    for number, (old, new) in enumerate(zip(former.operators, now.operators, strict=True)):
-        name = f"the {old.kind}" if len(now.operators) == 1 else f"{old.kind} {number + 1}"
-        for part, label in _LABELS.items():
-            before, after = old.parts.get(part, []), new.parts.get(part, [])
-            if before != after:
-                found.append(_say(label.format(name), *_show(before, after, part)))
+    """What changed, in words; empty: the state of the former transform is as if this one had left it.
+
+    Sources of a union may come and go: Spark keeps the position of each by its name, and what the others gave to the state is as
+    it was. One of them has to stay, which shows that the state means the same.
+    """
+    if former.ordered and former.sources != now.sources:
+        sources = [", ".join(plan.sources) for plan in (former, now)]
+        return [_say("the list of its sources", *sources) + ", and its checkpoint knows them by their order"]
+    before, after = former.of_each_source(), now.of_each_source()
+    pairs = [(before[source], after[source]) for source in after if source in before]
+    found = [text for old, new in pairs or [(former.operators, now.operators)] for text in _compare_operators(old, new)]
     found += [
-        _say(f"the column {column}", before, now.columns[column])
-        for column, before in former.columns.items()
-        if now.columns.get(column, before) != before
+        _say(f"the column {column}", kind, now.columns[column])
+        for column, kind in former.columns.items()
+        if now.columns.get(column, kind) != kind
     ]
     if former.code != now.code:
         found.append("the text of its Python file changed, and its functions compute the state")
     if len(now.sources) == 1 and former.sources == now.sources:  # then nobody needs its name
         found = [text.replace(f"{now.sources[0]}.", "") for text in found]
+    return found
+
+
+def _compare_operators(former: Sequence[StateOperator], now: Sequence[StateOperator]) -> list[str]:
+    if [one.kind for one in former] != [one.kind for one in now]:
+        return [f"it kept the state of {_count_kinds(former)}, now of {_count_kinds(now)}"]
+    found = []
+    for number, (old, new) in enumerate(zip(former, now, strict=True)):
+        name = f"the {old.kind}" if len(now) == 1 else f"{old.kind} {number + 1}"
+        for part, label in _LABELS.items():
+            before, after = old.parts.get(part, []), new.parts.get(part, [])
+            if before != after:
+                found.append(_say(label.format(name), *_show(before, after, part)))
     return found
 
 
@@ -134,6 +155,6 @@ def _show(before: Sequence[str], now: Sequence[str], part: str) -> tuple[str, st
     return first, second
 
 
-def _count_kinds(plan: StatePlan) -> str:
-    kinds = [one.kind for one in plan.operators]
+def _count_kinds(operators: Sequence[StateOperator]) -> str:
+    kinds = [one.kind for one in operators]
     return " and ".join(f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}" for kind in kinds) or "nothing"

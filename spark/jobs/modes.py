@@ -170,10 +170,9 @@ def checkpoint_kind(prepared: Prepared) -> str:
 
 
 def names_sources(prepared: Prepared) -> bool:
-    """Whether a new checkpoint keeps the offsets of each source by its name. None does: with names, a query with state of Spark
-    4.2.0 cannot start again after a batch that was planned and not done (`None.get`), so each crash would stop it for good."""
-    del prepared
-    return False
+    """Whether a new checkpoint keeps the offsets of each source by its name. Not where the transform may change its mode: in
+    micro-batches there is one source for all streams."""
+    return not prepared.per_batch and (not prepared.row_by_row or len(prepared.views) > 1)
 
 
 def enter_mode(query: Query, kind: str) -> None:

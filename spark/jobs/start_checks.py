@@ -19,7 +19,7 @@ from spark.java import JAVA_ERRORS, check_streamable
 from spark.jobs.attempts import PART_OF, batch_of
 from spark.jobs.checkpoint import NAMED_VERSION, Checkpoint, CheckpointDamaged, Identity, peek_checkpoint
 from spark.jobs.dead_letters import DEAD, LATE, bad_records_name
-from spark.jobs.modes import PER_BATCH, checkpoint_kind, names_sources
+from spark.jobs.modes import IN_PLAN, PER_BATCH, checkpoint_kind, names_sources
 from spark.jobs.query import Query
 from spark.jobs.replay import REJECTS
 from spark.jobs.streaming_plan import source_name
@@ -151,7 +151,7 @@ def adopt_checkpoint(
             transform=_digest(prepared),
             state=prepared.state,
             removed=[topic for topic in known if topic not in prepared.views],
-            plan=prepared.plan,
+            plan=_plan(prepared, named=found.named),
             version=max(found.version, version),
         )
     if identity != found:  # before the mark: the mark of a checkpoint that was never stored would refuse the next start
@@ -177,15 +177,20 @@ def _new_identity(
         transform=_digest(prepared),
         kind=checkpoint_kind(prepared),
         state=prepared.state,
-        named=names_sources(prepared),
-        plan=prepared.plan,
+        named=(named := names_sources(prepared)),
+        plan=_plan(prepared, named=named),
     )
+
+
+def _plan(prepared: Prepared, *, named: bool) -> StatePlan | None:
+    return prepared.plan and msgspec.structs.replace(prepared.plan, ordered=not named)
 
 
 def _check_fits(checkpoint: Checkpoint, found: Identity, prepared: Prepared, topics: Mapping[str, str]) -> None:
     if found.pipe != prepared.pipe:
         raise checkpoint.damaged(f"it belongs to the pipe {found.pipe!r}, not {prepared.pipe!r}")
-    if found.kind != (kind := checkpoint_kind(prepared)) and not _may_change_mode(found, prepared):
+    kind = IN_PLAN if found.named and prepared.real_time else checkpoint_kind(prepared)
+    if found.kind != kind and not _may_change_mode(found, prepared):
         raise checkpoint.damaged(f"it was made by a transform that runs {found.kind}, this one runs {kind}")
     for topic, known in found.topics.items():
         if topics.get(topic, known) != known:
@@ -211,6 +216,12 @@ def _check_sources(checkpoint: Checkpoint, found: Identity, prepared: Prepared) 
             raise CheckpointDamaged(
                 f"checkpoint {checkpoint.path}: {', '.join(back)} was a source before, and was removed: Spark would read it from "
                 f"its start again, and its events would count twice. Try: the sources without it; or {remedy}"
+            )
+        left = [one for one in found.topics if source_name(one) in names and one not in prepared.views]
+        if left and not prepared.real_time and not checkpoint.has_batch("commits", planned):
+            raise CheckpointDamaged(
+                f"checkpoint {checkpoint.path}: batch {planned} is planned and not done, and has events of {', '.join(left)}, "
+                f"which is no source any more. Try: a start with the former sources, and the change after it; or {remedy}"
             )
         return
     known = [topic for topic in found.topics if topic in prepared.views]

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyspark
@@ -86,14 +86,18 @@ def describe_state(
         "spark.sql.streaming.unsupportedOperationCheck", "false"
     )  # else Spark optimises no stream before its start
     frames = {stream: watermarked(_empty_stream(own, stream, columns)) for stream, columns in views.items()}
-    found = _Reader(read_plan(optimized_plan(apply(own, frames))), _types(views))
+    plan, types = read_plan(optimized_plan(apply(own, frames))), _types(views)
+    found = _Reader(plan, types)
+    alone = {source: _Reader(plan, types, only=source) for source in _sources_of_union(plan)}
+    columns = {name: kind for one in (found, *alone.values()) for name, kind in one.columns.items()}
     return StatePlan(
         found.operators,
-        dict(sorted(found.columns.items())),
+        dict(sorted(columns.items())),
         found.sources,
         hashlib.sha256(code.encode()).hexdigest() if found.runs_python else "",
         pyspark.__version__,
         text,
+        alone={source: one.operators for source, one in alone.items()},
     )
 
 
@@ -129,11 +133,13 @@ class _Relation:
 class _Reader:
     """Reads one plan, once."""
 
-    def __init__(self, plan: Node, types: Mapping[str, str]) -> None:
+    def __init__(self, plan: Node, types: Mapping[str, str], only: str = "") -> None:
+        """only: of the sources of a union, the one that is described, as if there was no other."""
         self.operators: list[StateOperator] = []
         self.columns: dict[str, str] = {}
         self.sources: list[str] = []
         self.runs_python = False
+        self._only = only
         self._types, self._texts = types, dict[int, str]()
         self._list_sources(plan)
         self._find(plan)
@@ -250,6 +256,11 @@ class _Reader:
 
     def _union(self, node: Node, below: Sequence[_Relation]) -> _Relation:
         """Its columns are those of its first child."""
+        if self._only:
+            (kept,) = (one for one, child in zip(below, node.children, strict=True) if self._only in _sources(child))
+            texts = [self._texts[column] for column in kept.output]
+            self._texts.update(zip(below[0].output, texts, strict=True))
+            return replace(kept, output=below[0].output)
         rows = [f"{one.full} ({', '.join(self._texts[column] for column in one.output)})" for one in below]
         union = _keep(f"union of {' and '.join(rows)}")
         for place, column in enumerate(below[0].output):
@@ -344,6 +355,30 @@ def _has_state(node: Node) -> bool:
 
 def _reads_source(node: Node) -> bool:
     return node.kind == _SOURCE or any(map(_reads_source, node.children))
+
+
+def _sources(node: Node) -> Iterator[str]:
+    """The streams that a part of a plan reads, one after the other."""
+    if node.kind == _SOURCE:
+        yield _stream(node)
+    for child in node.children:
+        yield from _sources(child)
+
+
+def _sources_of_union(plan: Node) -> list[str]:
+    """The sources of a plan that reads all of them by its only union: one by each child, without state before. Else none."""
+    unions = [one for one in _walk(plan) if one.kind == "Union"]
+    children = [child for one in unions for child in one.children]
+    found = [source for child in children for source in _sources(child)]
+    is_plain = len(unions) == 1 and not any(_has_state(one) for child in children for one in _walk(child))
+    is_each_once = len(found) == len(set(found)) == len(children) == len(list(_sources(plan)))
+    return found if is_plain and is_each_once and all(map(_reads_source, children)) else []
+
+
+def _walk(node: Node) -> Iterator[Node]:
+    yield node
+    for child in node.children:
+        yield from _walk(child)
 
 
 def _functions(node: Node) -> Iterator[Node]:

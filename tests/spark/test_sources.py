@@ -7,10 +7,13 @@ from typing import Any
 import msgspec
 import orjson
 import pytest
+from pyspark.sql import SparkSession
 
 from services.core.broker.record import Record
 from spark.jobs.checkpoint import CheckpointDamaged, Identity
 from spark.jobs.start_checks import adopt_checkpoint
+from spark.session import own_session
+from spark.settings import SelectedPipes
 from tests.spark.log_pipeline import NOW, LogPipeline, event, wait_for
 from tests.spark.stored_marks import StoredMarks
 from tests.spark.test_state import HOUR, Folder, prepared
@@ -36,42 +39,63 @@ def amounts(first: int, count: int, n: int, minute: float = 0.0) -> list[Record]
     return [msgspec.structs.replace(row, timestamp=at) for row in rows]
 
 
-def run(pipeline: LogPipeline, sources: list[str], until: int) -> Path:
-    """Returns the checkpoint's folder."""
+def totals(pipeline: LogPipeline, sources: list[str]) -> SelectedPipes:
     (pipeline.folder / "totals.py").write_text(TOTALS)
-    pipeline.run(pipeline.pipe(columns="n INT", sources=sources, python="totals.py:totals", watermark="1m"), until)
-    return pipeline.folder / "checkpoints" / "p"
+    return pipeline.pipe(columns="n INT", sources=sources, python="totals.py:totals", watermark="1m", interval="50ms")
+
+
+def newest(folder: Path) -> Path:
+    return max((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+
+
+def more_parts(session: SparkSession) -> SparkSession:
+    """A session as on a machine with more cores."""
+    own = own_session(session)
+    own.conf.set("spark.sql.shuffle.partitions", "7")
+    return own
 
 
 def test_the_state_survives_other_sources(pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, a source that is added, moved or removed ends the query, or loses the state, or is read twice."""
-    monkeypatch.setattr("spark.jobs.start_checks.changed_state", lambda *_: None)
-    monkeypatch.setattr("spark.jobs.start_checks.names_sources", lambda _: True)  # no checkpoint gets names yet
-    pipeline.send(amounts(0, 10, 1))
-    run(pipeline, ["s"], 10)
-    pipeline.send(amounts(10, 5, 100), "u")
-    pipeline.send(amounts(20, 10, 1))
-    folder = run(pipeline, ["u", "s"], 25)
-    newest = max(int(path.name) for path in (folder / "offsets").iterdir() if path.name.isdigit())
-    assert [line[:2] for line in (folder / "offsets" / str(newest)).read_text().splitlines()[2:]] == ["s:", "u:"]
-    pipeline.send(amounts(40, 1, 1, minute=5.0))
-    chosen = pipeline.pipe(columns="n INT", sources=["s"], python="totals.py:totals", watermark="1m")
-    pipeline.start(chosen)
+    """If this fails, a source that is added, moved or removed ends the query, or loses the state, or is read twice; or a query
+    never starts again after a batch that was planned and not done, or after a change of the machine's cores."""
+    pipeline.start(totals(pipeline, ["s"]))
+    for first in (0, 10):
+        pipeline.send(amounts(first, 10, 1))
+        wait_for(lambda first=first: pipeline.read >= first + 10, "both batches")  # type: ignore[misc]
+    pipeline.stop()
+    folder = pipeline.folder / "checkpoints" / "p"
+    done = newest(folder / "commits")
+    assert int(done.name) >= 1
+    done.unlink()  # as if the process had ended in the batch
+
+    monkeypatch.setattr("spark.jobs.job.own_session", more_parts)
+    pipeline.send(amounts(20, 5, 100), "u")
+    pipeline.send(amounts(30, 10, 1))
+    pipeline.batches.clear()
+    pipeline.run(totals(pipeline, ["u", "s"]), 15)
+    lines = newest(folder / "offsets").read_text().splitlines()
+    assert [line[:2] for line in lines[2:]] == ["s:", "u:"]
+    pipeline.send(amounts(50, 1, 1, minute=5.0))
+    pipeline.start(totals(pipeline, ["s"]))
     wait_for(lambda: bool(pipeline.out) or bool(pipeline.problem), "the total")
     pipeline.stop()
     assert pipeline.problem is None, pipeline.problem
-    assert [orjson.loads(record.value or b"") for record in pipeline.out] == [{"total": 10 + 500 + 10}]
+    assert [orjson.loads(record.value or b"") for record in pipeline.out] == [{"total": 20 + 500 + 10}]
     assert not pipeline.dead
 
-    pipeline.start(pipeline.pipe(columns="n INT", sources=["s", "u"], python="totals.py:totals", watermark="1m"))
+    pipeline.start(totals(pipeline, ["s", "u"]))
     wait_for(lambda: "u was a source before, and was removed" in (pipeline.problem or ""), "the refusal")
 
 
-def adopted(names: list[str], topics: dict[str, str], sources: list[str], **identity: Any) -> Identity:
-    """What becomes of a checkpoint with these sources in the plan of another start."""
+def adopted(
+    names: list[str], topics: dict[str, str], sources: list[str], *, done: int = 3, live: bool = False, **identity: Any
+) -> Identity:
+    """What becomes of a checkpoint with these sources in the plan of another start. done: of its batches up to 3. live: it is of
+    a transform in real-time mode, which Spark chose."""
     folder: Any = Folder()
     folder.batch, folder.names = 3, names
-    former = prepared(HOUR)
+    folder.has_batch = lambda _, batch: batch <= done
+    former = replace(prepared(HOUR, row_by_row=live), real_time=live)
     folder.identity = Identity(
         id="i", pipe="p", topics=topics, transform="", kind="in plan", ran=True, **{"state": former.state} | identity
     )
@@ -90,6 +114,10 @@ def test_which_sources_fit_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None
             adopted(names, two, sources)
     assert adopted([""], {"a": "t", "b": "t"}, ["a"]).topics == two, "an attempt with b failed before its first batch"
     assert adopted(["a", "b"], two, ["b", "c"], named=True).removed == ["a"]
+    with pytest.raises(CheckpointDamaged, match="batch 3 is planned and not done, and has events of a,"):
+        adopted(["a", "b"], two, ["b", "c"], done=2, named=True)
+    assert adopted(["a", "b"], two, ["a", "b", "c"], done=2, named=True).removed == []
+    assert adopted(["a", "b"], two, ["a"], live=True, done=2, named=True).removed == ["b"]
     with pytest.raises(CheckpointDamaged, match="a was a source before, and was removed"):
         adopted(["b"], two, ["a", "b"], named=True, removed=["a"])
     assert adopted(["a", "b"], two, ["a", "b"], named=True, removed=["a"]).removed == [], "no batch ran without it"
