@@ -75,9 +75,8 @@ def choose_modes(
                 free -= needed
         if reason is None:
             fallback = replace(each, in_plan=True) if len(each.views) > 1 else each
-            may_fall_back = len(each.views) > 1 or not _is_named(session, settings, each)
             live = prepare_pipe(session, selected, each.pipe, max_bytes=broker.max_record_bytes, real_time=True)
-            chosen.append(replace(live, fallback=fallback if may_fall_back else None, partitions=needed))
+            chosen.append(replace(live, fallback=fallback, partitions=needed))
             log.info("pipe_mode", pipe=each.pipe, mode="real-time")
         else:
             chosen.append(replace(each, why_not=reason.code))
@@ -148,12 +147,6 @@ def _kind_of_several(session: SparkSession, settings: TransformSettings, prepare
     except (CheckpointDamaged, *JAVA_ERRORS):
         return None  # its job reports it
     return None if identity is None else identity.kind
-
-
-def _is_named(session: SparkSession, settings: TransformSettings, prepared: Prepared) -> bool:
-    """Whether the checkpoint is of a time when the pipe had several sources, so that micro-batches cannot use it."""
-    identity = peek_checkpoint(session, settings.checkpoint_root(), prepared.pipe).read_identity()
-    return identity is not None and identity.named
 
 
 PER_BATCH = "per batch"

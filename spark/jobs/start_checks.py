@@ -189,7 +189,7 @@ def _plan(prepared: Prepared, *, named: bool) -> StatePlan | None:
 def _check_fits(checkpoint: Checkpoint, found: Identity, prepared: Prepared, topics: Mapping[str, str]) -> None:
     if found.pipe != prepared.pipe:
         raise checkpoint.damaged(f"it belongs to the pipe {found.pipe!r}, not {prepared.pipe!r}")
-    kind = IN_PLAN if found.named and prepared.real_time else checkpoint_kind(prepared)
+    kind = IN_PLAN if found.named and not prepared.per_batch else checkpoint_kind(prepared)
     if found.kind != kind and not _may_change_mode(found, prepared):
         raise checkpoint.damaged(f"it was made by a transform that runs {found.kind}, this one runs {kind}")
     for topic, known in found.topics.items():
