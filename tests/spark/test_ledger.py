@@ -11,7 +11,7 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.record import Record
 from services.core.event import ARRIVAL, ID, ORIGIN, Origin
 from services.core.ledger.report import unpack_numbers
-from spark.brokers.contract import BatchName, WantedOrigins, Written
+from spark.brokers.contract import BatchName, Written
 from spark.brokers.log import LogSparkBroker
 from spark.reporter import PipeReporter
 from spark.reports import BatchReport
@@ -82,11 +82,9 @@ def test_batch_that_could_not_be_reported_is_reported_again_and_not_written_agai
     failed: list[BatchReport] = []
     written: list[int] = []
 
-    def count(
-        endpoint: LogSparkBroker, frame: DataFrame, topic: str, batch: BatchName, wanted: WantedOrigins | None
-    ) -> Written:
+    def count(endpoint: LogSparkBroker, frame: DataFrame, topic: str, batch: BatchName, *others: Any) -> Written:
         written.append(batch.epoch)
-        return write(endpoint, frame, topic, batch, wanted)
+        return write(endpoint, frame, topic, batch, *others)
 
     def fail_twice(reporter: PipeReporter, done: BatchReport) -> None:
         if len(failed) == 1:
