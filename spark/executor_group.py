@@ -30,26 +30,25 @@ class ExecutorGroup:
         self._limits = executors
         self._size = executors.most if kind is MasterKind.STANDALONE else executors.least
         self._session: SparkSession | None = None
-        self._reporter = ""
         self._leaving = set[str]()
         self._changing = asyncio.Lock()
 
-    def open(self, session: SparkSession, management: str) -> None:
-        """From now on there are executors. management: the address that reports the lag of the pipes."""
-        self._session, self._reporter = session, management
+    def open(self, session: SparkSession) -> None:
+        """From now on there are executors."""
+        self._session = session
 
     def close(self) -> None:
         """Before the session stops."""
         self._session = None
 
     async def describe(self, group: str) -> GroupState:
-        """The executors that registered and were not lost, by Spark's numbers."""
+        """The executors that registered and were not lost, by Spark's numbers. Raises SizeRefused when Java does not answer."""
         if self._session is None:
             return GroupState(self._size, ())
         found, now = await self._ask(list_executors), time.time()
         self._leaving &= {one.name for one in found}
         instances = (self._instance(one, now) for one in found)
-        return GroupState(self._size, tuple(instances), (self._reporter,))
+        return GroupState(self._size, tuple(instances))
 
     async def resize(self, group: str, seen: int, size: int, failed: Collection[str]) -> None:
         """Executors that leave finish their tasks. The one with the least to do leaves first, or one that has failed."""

@@ -43,12 +43,10 @@ class Instance(msgspec.Struct, frozen=True):
 
 
 class GroupState(msgspec.Struct, frozen=True):
-    """size: the ordered number of instances, without those that leave. reporters: further management ports that report the
-    group's lag."""
+    """size: the ordered number of instances, without those that leave."""
 
     size: int
     instances: tuple[Instance, ...]
-    reporters: tuple[str, ...] = ()
 
 
 class Groups(Protocol):
@@ -59,7 +57,7 @@ class Groups(Protocol):
         """Of the groups that can be resized."""
 
     async def describe(self, group: str) -> GroupState:
-        """The group now."""
+        """The group now. Raises SizeRefused when that is not known now."""
 
     async def resize(self, group: str, seen: int, size: int, failed: Collection[str]) -> None:
         """Order another size than the `seen` one. failed: instances of which one leaves first. Raises SizeRefused."""
@@ -127,7 +125,11 @@ class GroupControl:
             raise web.HTTPNotFound(text=f"resizable: {', '.join(self._groups.names)}")
 
     async def _shown(self, group: str, status: int) -> web.Response:
-        body = msgspec.json.encode(await self._groups.describe(group))
+        """The group; 503 when it is not known now, also after a change that was made."""
+        try:
+            body = msgspec.json.encode(await self._groups.describe(group))
+        except SizeRefused as error:
+            return _problem(503, str(error))
         return web.Response(status=status, body=body, content_type="application/json")
 
 

@@ -43,12 +43,13 @@ def test_executors_are_a_group(pipeline: BrokerPipeline, spark_cluster: SparkClu
     pipeline.chosen(columns=COLUMNS, sql="SELECT event, n FROM {s}")
     send(pipeline, 0, 400)
     options = [*on(spark_cluster), "--executors", "1-2", "--control-token-file", str(token)]
+    options += ["--management", "0.0.0.0:0"]  # as in a container: nobody can ask that address
     with ServiceProcess(tmp_path, pipeline.url, *options) as service:
         process = service.start()
         pipeline.records("out", 400)
         found = re.search(r'"address": ?"([^"]+)"', service.output.read_text())
         assert found is not None
-        asyncio.run(_resize(found[1], token, lambda first, end: send(pipeline, first, end)))
+        asyncio.run(_resize(found[1].replace("0.0.0.0", "127.0.0.1"), token, lambda first, end: send(pipeline, first, end)))
         out = pipeline.records("out", 1200)
         process.terminate()
         assert process.wait(90) == 0, service.output.read_text()[-3000:]

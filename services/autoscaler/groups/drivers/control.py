@@ -38,10 +38,14 @@ Where = Callable[[], tuple[str, str]]
 
 
 class ControlDriver:
-    """whose: the groups' owner, for a person. where: asked for each request, because the owner may have been restarted."""
+    """whose: the groups' owner, for a person. where: asked for each request, because the owner may have been restarted.
+    reporters: management ports that report the lag of each group, beside those of its instances."""
 
-    def __init__(self, whose: str, where: Where, remedy: str, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, whose: str, where: Where, remedy: str, session: aiohttp.ClientSession, reporters: tuple[str, ...] = ()
+    ) -> None:
         self._whose, self._where, self._remedy, self._session = whose, where, remedy, session
+        self._reporters = reporters
 
     async def describe(self, group: str) -> Group:
         try:
@@ -49,7 +53,7 @@ class ControlDriver:
         except msgspec.MsgspecError as error:
             raise Away(f"{self._whose} gave an unexpected answer: {error}") from error
         members = tuple(Member(one.name, one.address, one.leaving, one.figures) for one in found.instances)
-        return Group(found.size, members, reporters=found.reporters)
+        return Group(found.size, members, reporters=self._reporters)
 
     async def resize(self, group: str, seen: int, size: int, failed: Collection[str] = ()) -> None:
         """As `GroupDriver.resize`. The owner itself ends an instance that does not drain in time."""
@@ -109,4 +113,4 @@ async def open_executors(address: str, token_file: Path) -> AsyncIterator[Contro
             raise Away(f"no token for the transform at {address}: {error}") from error
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
-        yield ControlDriver(f"the transform at {address}", where, "its log", session)
+        yield ControlDriver(f"the transform at {address}", where, "its log", session, reporters=(address,))
