@@ -196,6 +196,21 @@ def forget_parts(checkpoint: Checkpoint) -> None:
         checkpoint.write_note(ATTEMPT_FILE, Attempt(WARM_UP, found.version))
 
 
+def hand_over_attempt(checkpoint: Checkpoint, version: str) -> bool:
+    """Whether the batch to come has ended so many processes in a streaming plan that it must be cut, which only a plan for each
+    batch can do. Then its attempt goes on there. To be called before `Attempts.open`."""
+    planned, tried = checkpoint.newest("offsets"), checkpoint.read_note(TRIED_FILE, Attempt)
+    if tried is None or tried.version != version or planned != tried.batch or planned == checkpoint.newest("commits"):
+        return False
+    ended = tried.ended + tried.working
+    if ended < MAX_ENDED:
+        return False
+    found = checkpoint.read_note(ATTEMPT_FILE, Attempt)
+    if found is None or found.batch != planned:
+        checkpoint.write_note(ATTEMPT_FILE, Attempt(planned, version, ended=ended, total=tried.total + tried.working))
+    return True
+
+
 def _following_batch(committed: int | None) -> int:
     return 0 if committed is None else committed + 1
 

@@ -18,7 +18,7 @@ from spark.brokers.contract import BacklogMeter, Measurement, SparkBroker
 from spark.errors import is_of_broker, java_causes, shorten
 from spark.figures import QueryFigures
 from spark.health import QueryState, Watchdog
-from spark.jobs.attempts import Attempts, Stopping, SuspectLock
+from spark.jobs.attempts import Attempts, Stopping, SuspectLock, hand_over_attempt
 from spark.jobs.checkpoint import (
     Checkpoint,
     CheckpointDamaged,
@@ -220,6 +220,9 @@ class Job:
                 raise
 
     def _run_query(self, session: SparkSession, checkpoint: Checkpoint, topics: Mapping[str, str]) -> None:
+        if self._prepared.in_plan and hand_over_attempt(checkpoint, self._prepared.version):
+            self._prepared = replace(self._prepared, in_plan=False)
+            self._attempts = _attempts_of(self._prepared)
         tables = self._table_versions()
         query = self._open_query(session, checkpoint, topics)
         self._attempts.open(checkpoint)

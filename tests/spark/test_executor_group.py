@@ -49,7 +49,9 @@ def test_executors_are_a_group(pipeline: BrokerPipeline, spark_cluster: SparkClu
         pipeline.records("out", 400)
         found = re.search(r'"address": ?"([^"]+)"', service.output.read_text())
         assert found is not None
-        asyncio.run(_resize(found[1].replace("0.0.0.0", "127.0.0.1"), token, lambda first, end: send(pipeline, first, end)))
+        asyncio.run(
+            _resize(found[1].replace("0.0.0.0", "127.0.0.1"), token, lambda first, end: send(pipeline, first, end))
+        )
         out = pipeline.records("out", 1200)
         process.terminate()
         assert process.wait(90) == 0, service.output.read_text()[-3000:]

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from spark.jobs.attempts import (
     PartRunner,
     TooMuch,
     forget_parts,
+    hand_over_attempt,
 )
 from spark.jobs.culprits import FailureStreak, Part, PartRange, TransformBroken, within
 from spark.jobs.replay import reject_process_killers
@@ -203,6 +205,41 @@ def test_what_was_only_tried_is_not_done() -> None:
         mended.open(folder)  # type: ignore[arg-type]
         PartRunner(mended, work, lambda: None).run(BATCH)
         assert sorted(work.stored) == list(range(40)), left_by_an_earlier_version
+
+
+def test_a_batch_of_a_streaming_plan_is_cut() -> None:
+    """If this fails, a batch on Kafka that is too much as a whole, and none of whose events is, stops its pipe for ever."""
+    folder, work = Folder(), Work(40)
+    work.dice.random = lambda: 1.0  # type: ignore[method-assign]
+    for _ in range(MAX_ENDED + 1):
+        assert not hand_over_attempt(folder, "v"), "the first end may have had any cause"  # type: ignore[arg-type]
+        plan = Attempts("v", tries=True)
+        plan.open(folder)  # type: ignore[arg-type]
+        plan.record_working()
+        if plan.ended + 1 == MAX_ENDED:
+            break
+    assert not hand_over_attempt(folder, "mended")  # type: ignore[arg-type]
+    work.most = 10
+
+    def stop_behind(number: int) -> None:
+        work.away = len(work.stored) > number
+
+    for turn in range(2):
+        assert hand_over_attempt(folder, "v")  # type: ignore[arg-type]
+        attempts = Attempts("v")
+        attempts.open(folder)  # type: ignore[arg-type]
+        assert attempts.current is not None
+        assert attempts.current.ended >= MAX_ENDED or turn, "it is not tried as a whole again"
+        runner = PartRunner(attempts, work, partial(stop_behind, 5 if turn == 0 else 40))
+        if turn == 0:
+            with pytest.raises(RuntimeError):
+                runner.run(BATCH)
+            work.away = False
+        else:
+            runner.run(BATCH)
+    assert sorted(work.stored) == list(range(40))
+    folder.done = True
+    assert not hand_over_attempt(folder, "v")  # type: ignore[arg-type]
 
 
 def test_another_process_went_on() -> None:
