@@ -289,10 +289,11 @@ def test_two_drivers_frozen_in_turns(s3: ObjectStoreServer, tmp_path: Path, monk
             )
         drivers.stop_sending()
         wait_for(lambda: drivers.done >= drivers.sent, "all events")
-        time.sleep(1.0)
+        everything = set(range(drivers.sent))
+        wait_for(lambda: numbers(drivers.first.reports(), "passed") >= everything, "all reports")  # they follow the output
         assert Counter(drivers.first.ids("p.out")) == Counter(f"id-{n}" for n in range(drivers.sent))
         reports = drivers.first.reports()
-        assert numbers(reports, "passed") == set(range(drivers.sent))
+        assert numbers(reports, "passed") == everything
         assert not numbers(reports, "dead")
         assert not numbers(reports, "filtered")
         for earlier, later in pairwise(drivers.plans()):

@@ -81,7 +81,7 @@ def test_killed_in_the_middle(service: LogService) -> None:
     assert count(service) < 1500, "killed too late to mean anything"
     service.start()
     wait_for(lambda: count(service) >= 1500, "all records")
-    time.sleep(1.0)
+    wait_for(lambda: len(numbers(service.reports(), "passed")) >= 1500, "all reports")  # they follow the output
     (scratch,) = (service.folder / "scratch").glob("spark-*")  # those of both killed processes are gone
     assert {path.name.partition("-")[0] for path in scratch.iterdir()} >= {"spark", "blockmgr", "artifacts"}
     counts = Counter(service.ids("p.out"))
