@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import structlog
 from pyspark.sql import SparkSession
 
+from services.core.yaml_source import BadConfiguration
 from spark.brokers.contract import SparkBroker
 from spark.health import SLOW
 from spark.java import JAVA_ERRORS
@@ -66,7 +67,9 @@ def choose_modes(
         if each.transform.mode != "auto":
             chosen.append(each)
             continue
-        reason = _why_not(session, settings, broker, each)
+        live, reason = each, _why_not(session, settings, broker, each)
+        if reason is None:
+            live, reason = _prepare_real_time(session, broker, selected, each)
         if reason is None:
             needed = broker.count_partitions(session, list(each.views))
             if needed > free:
@@ -75,7 +78,6 @@ def choose_modes(
                 free -= needed
         if reason is None:
             fallback = replace(each, in_plan=True) if len(each.views) > 1 else each
-            live = prepare_pipe(session, selected, each.pipe, max_bytes=broker.max_record_bytes, real_time=True)
             chosen.append(replace(live, fallback=fallback, partitions=needed))
             log.info("pipe_mode", pipe=each.pipe, mode="real-time")
         else:
@@ -121,6 +123,20 @@ def _why_not(
     if slots(settings.master) is None:
         return Reason("cluster", "a cluster's task slots come and go. Try: mode: real-time, with enough executors")
     return _why_checkpoint_does_not(session, settings, prepared)
+
+
+def _prepare_real_time(
+    session: SparkSession, broker: SparkBroker, selected: SelectedPipes, prepared: Prepared
+) -> tuple[Prepared, Reason | None]:
+    """The pipe in real-time mode, where `event` has one more field: its results must not show it."""
+    reason = Reason(
+        "event", "it returns the fields of `event`, which has one more in real-time mode. Try: naming the fields"
+    )
+    try:
+        live = prepare_pipe(session, selected, prepared.pipe, max_bytes=broker.max_record_bytes, real_time=True)
+    except BadConfiguration:
+        return prepared, reason
+    return live, None if live.out.payload == prepared.out.payload else reason
 
 
 def _why_checkpoint_does_not(session: SparkSession, settings: TransformSettings, prepared: Prepared) -> Reason | None:

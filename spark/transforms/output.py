@@ -101,6 +101,8 @@ class OutShape:
         self._value = _payload(StructType(payload), hidden, decimals_as_text=decimals_as_text)
         self._max_bytes, self._filters = max_bytes, filters
         self.stamped = stamped and self.carries_events
+        self.payload = StructType(payload)
+        """The columns of the result that are no envelope."""
         self._columns = self._make(None)
 
     def apply(self, result: DataFrame, numbering: OriginNumbering | None = None) -> DataFrame:

@@ -290,7 +290,9 @@ def test_two_drivers_frozen_in_turns(s3: ObjectStoreServer, tmp_path: Path, monk
         drivers.stop_sending()
         wait_for(lambda: drivers.done >= drivers.sent, "all events")
         everything = set(range(drivers.sent))
-        wait_for(lambda: numbers(drivers.first.reports(), "passed") >= everything, "all reports")  # they follow the output
+        wait_for(
+            lambda: numbers(drivers.first.reports(), "passed") >= everything, "all reports"
+        )  # they follow the output
         assert Counter(drivers.first.ids("p.out")) == Counter(f"id-{n}" for n in range(drivers.sent))
         reports = drivers.first.reports()
         assert numbers(reports, "passed") == everything

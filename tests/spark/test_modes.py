@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from services.core.pipes import Transform
+from services.core.yaml_source import BadConfiguration, Problem
 from spark.jobs.attempts import ATTEMPT_FILE, Attempt
 from spark.jobs.checkpoint import Identity
 from spark.jobs.modes import MODE_FILE, checkpoint_kind, choose_modes, enter_mode, prefer_plan
@@ -21,7 +22,7 @@ SQL = "SELECT event, a FROM s"
 
 def pipe(name: str = "p", *, sources: int = 1, new: bool = False, obstacle: str = "", **transform: Any) -> Prepared:
     views: Any = {f"s{number}": None for number in range(sources)}
-    out: Any = SimpleNamespace(carries_events=not new)
+    out: Any = SimpleNamespace(carries_events=not new, payload=())
     given = transform if "python" in transform else {"sql": SQL} | transform
     row_by_row = "watermark" not in transform
     return Prepared(name, Transform(**given), views, None, out, row_by_row, obstacle=obstacle)  # type: ignore[arg-type]
@@ -42,6 +43,15 @@ class Folder:
 
 def of_kind(kind: str, *topics: str, ran: bool = True) -> Identity:
     return Identity(id="x", pipe="p", topics=dict.fromkeys(topics, "t"), transform="", kind=kind, ran=ran)
+
+
+def live(prepared: Prepared) -> Prepared:
+    """As the pipe is prepared in real-time mode, where `event` has one field more."""
+    sql = prepared.transform.sql or ""
+    if "named_struct" in sql:
+        raise BadConfiguration([Problem("pipes.yaml", "", "returns an `event` that is not the one it got")])
+    shown: Any = SimpleNamespace(carries_events=True, payload=("read",) if "event.*" in sql else ())
+    return replace(prepared, real_time=True, out=shown)
 
 
 def modes(monkeypatch: pytest.MonkeyPatch, *pipes: Prepared, **known: Any) -> list[tuple[bool, str]]:
@@ -65,7 +75,7 @@ def chosen(
     by_name = {each.pipe: each for each in pipes}
     monkeypatch.setattr(
         "spark.jobs.modes.prepare_pipe",
-        lambda _session, _selected, name, **_: replace(by_name[name], real_time=True),
+        lambda _session, _selected, name, **_: live(by_name[name]),
     )
     session: Any = None
     settings = TransformSettings.model_validate({"master": master, "batch_timeout": batch_timeout})
@@ -90,6 +100,8 @@ def chosen(
         (pipe(watermark="1m"), "state"),
         (pipe(new=True), "new_events"),
         (pipe(obstacle="joins tables"), "plan"),
+        (pipe(sql="SELECT event, event.* FROM s"), "event"),
+        (pipe(sql="SELECT named_struct('id', event.id) AS event FROM s"), "event"),
         (pipe(sources=3), "slots"),
     ],
 )
