@@ -49,7 +49,6 @@ class ExecutorWatch:
         self._waited = 0.0
         """Of these, the last ones, in which there was work."""
         self._seen: Seen | None = None
-        self._ever: set[str] = set()
 
     def clock(self) -> float:
         """Seconds with executors. As a monotonic clock."""

@@ -263,14 +263,14 @@ async def follow_tasks(session: SparkSession, supervision: Supervision) -> None:
     """Until the stop. Java that does not answer is noticed elsewhere."""
     figures: TaskFigures | None = None
 
-    def follow() -> TaskFigures:
-        found = figures or TaskFigures(session)
-        found.follow()
-        return found
+    def follow() -> None:
+        nonlocal figures
+        figures = figures or TaskFigures(session)  # its listener in Java stays, so it is made once
+        figures.follow()
 
     while not supervision.stopping.is_set():
         try:
-            figures = await run_blocking(follow, "figures")
+            await run_blocking(follow, "figures")
         except (*JAVA_ERRORS, OSError) as error:
             log.debug("tasks_not_counted", error=shorten(error))
         await wait_for_stop(supervision.stopping, FIGURES_EVERY_S)
