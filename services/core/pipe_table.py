@@ -1,7 +1,7 @@
 """The pipe file's `tables`: reference data that transforms join with their events. A part of the model in `pipes.py`."""
 
 from typing import Annotated, Self
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -9,21 +9,41 @@ from services.core.pipe_webhook import Secret, StrictModel
 from services.core.units import Duration
 
 _SCHEME = "jdbc:postgresql://"
+_URL_OPTIONS = (
+    *("ssl", "sslmode", "sslrootcert", "sslcert", "sslkey", "sslnegotiation", "channelBinding", "gssEncMode"),
+    *("ApplicationName", "currentSchema", "options", "preferQueryMode", "prepareThreshold"),
+    *("connectTimeout", "loginTimeout", "socketTimeout", "tcpKeepAlive"),
+    *("targetServerType", "loadBalanceHosts", "hostRecheckSeconds"),
+)
+"""Of the driver. None has a secret: the URL is in Spark's plans and in logs. None names a class to load."""
 
 
 def _without_secret(url: str) -> str:
-    """Never shows the URL: it may have a password."""
+    """Never shows the URL, nor the value of an option: it may have a password."""
     if not url.startswith(_SCHEME):
         raise ValueError(f"a URL of PostgreSQL is needed. Try: {_SCHEME}db.example.org:5432/shop")
-    parts = urlsplit(url.removeprefix("jdbc:"))
-    if "@" in parts.netloc or {name.lower() for name, _ in parse_qsl(parts.query, keep_blank_values=True)} & {
-        "user",
-        "password",
-    }:
+    place, _, options = url.partition("?")  # as the driver divides it
+    names = [name if equals else "…" for name, equals, _ in (one.partition("=") for one in options.split("&") if one)]
+    if "@" in place or {name.lower() for name in names} & {"user", "password"}:
         raise ValueError(
             "user and password must not be in the URL. Try: user: …, and password: {file: database.secret}"
         )
+    if "sslpassword" in map(str.lower, names):
+        raise ValueError("sslpassword must not be in the URL. Try: sslkey=… with a key in PKCS-8 without a password")
+    if other := [name for name in names if name not in _URL_OPTIONS]:
+        shown = ", ".join(name if name.isidentifier() and len(name) < 50 else "…" for name in other)
+        raise ValueError(f"the URL has options that are not known here: {shown}. Try: {', '.join(_URL_OPTIONS)}")
     return url
+
+
+def _without_credentials(place: str) -> str:
+    """Never shows the place: it may have a key."""
+    parts = urlsplit(place)
+    if parts.scheme in ("s3", "s3n"):
+        raise ValueError(f"{parts.scheme}:// is not known to Spark. Try: s3a://bucket/customers")
+    if "@" in parts.netloc:
+        raise ValueError("credentials must not be in the URI. Try: s3a://bucket/customers, and AWS's own variables")
+    return place
 
 
 class Jdbc(StrictModel):
@@ -53,7 +73,7 @@ class Table(StrictModel):
         description="Its columns, as Spark DDL. Others are left out. A table with a value that does not fit is not taken over.",
         examples=["id STRING, name STRING"],
     )
-    parquet: str | None = Field(
+    parquet: Annotated[str, AfterValidator(_without_credentials)] | None = Field(
         None,
         max_length=2000,
         description="A file or folder: a path, relative to the pipe file, or a URI, e.g. s3a://bucket/customers.",

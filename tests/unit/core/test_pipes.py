@@ -201,6 +201,16 @@ WITH_TABLES = GOOD.replace("{sql: SELECT * FROM flights}", "{tables: [LIST], sql
             "jdbc:postgresql://db/shop?ssl=true&Password=hush",
             "tables.prices.jdbc.url: user and password must not",
         ),
+        (
+            "names",
+            "jdbc:postgresql://db/shop?sslmode=require#&sslpassword=hush",
+            "tables.prices.jdbc.url: sslpassword must not be in the URL. Try: sslkey=",
+        ),
+        (
+            "names",
+            "jdbc:postgresql://db/shop?sslmode=require&socketFactoryArg=hush&%70assword=hush&hush",
+            "tables.prices.jdbc.url: the URL has options that are not known here: socketFactoryArg, …, …. Try: ssl, sslmode",
+        ),
     ],
 )
 def test_mistakes_in_tables(tmp_path: Path, named: str, url: str, expected: str) -> None:
@@ -211,6 +221,29 @@ def test_mistakes_in_tables(tmp_path: Path, named: str, url: str, expected: str)
     found = mistakes(tmp_path, text)
     assert [expected in one for one in found].count(True) == 1, found
     assert not [one for one in found if "hush" in one]
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [("s3://bucket/names", "Try: s3a://bucket"), ("s3a://key:hush@bucket/names", "credentials must not be in the URI")],
+)
+def test_a_place_of_parquet(tmp_path: Path, place: str, expected: str) -> None:
+    """Broken: a key is shown in a message, or a place that Spark cannot read shows only when the pipe runs."""
+    text = WITH_TABLES.replace("LIST", "names").replace("URL", "jdbc:postgresql://db/shop")
+    (found,) = mistakes(tmp_path, text.replace("parquet: names", f'parquet: "{place}"'))
+    assert "tables.names.parquet" in found
+    assert expected in found
+    assert "hush" not in found
+
+
+def test_a_database_url_has_options(tmp_path: Path) -> None:
+    """Broken: a connection cannot be encrypted, or told how long to wait."""
+    url = "jdbc:postgresql://db:5432/shop?sslmode=verify-full&sslrootcert=/etc/ca.pem&currentSchema=shop"
+    text = WITH_TABLES.replace("LIST", "names").replace("URL", url)
+    (tmp_path / "pipes.yaml").write_text(text)
+    found = load_pipes(tmp_path / "pipes.yaml").tables["prices"].jdbc
+    assert found is not None
+    assert found.url == url
 
 
 def test_a_table_has_one_place(tmp_path: Path) -> None:
