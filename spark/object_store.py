@@ -1,6 +1,6 @@
-"""Checkpoints in S3, or in another store with its API: the settings of Hadoop's client for it.
+"""Checkpoints and tables in S3, or in another store with its API: the settings of Hadoop's client for it.
 
-Its jars are fetched when checkpoints are there. Credentials come from where AWS's own tools find them (variables, profile, web
+Its jars are fetched when some of them are there. Credentials come from where AWS's own tools find them (variables, profile, web
 identity, container, instance), in the driver and in each executor; no setting of ours has any.
 """
 

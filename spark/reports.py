@@ -97,13 +97,16 @@ class NothingObserved(Exception):
 
 
 def read_observed(observation: Observation) -> dict[str, Any]:
-    """The observed values. Call it after the action. Raises NothingObserved after OBSERVED_WITHIN_S."""
+    """The observed values. Call it after the action. Raises NothingObserved after OBSERVED_WITHIN_S, and when Spark took what is
+    observed out of the plan."""
     deadline = time.monotonic() + OBSERVED_WITHIN_S
     while not is_observed(observation):
         if time.monotonic() > deadline:
             raise NothingObserved
         time.sleep(0.001)
-    return observation.get
+    if not (found := observation.get):
+        raise NothingObserved("Spark's plan has no part that counts the events")
+    return found
 
 
 Origins = dict[tuple[str, int], BitMap]

@@ -36,8 +36,8 @@ from spark.marks import BrokerMarks, Marks
 from spark.master import AUTO, AUTO_SLOTS, MasterKind
 from spark.scratch import Scratch
 from spark.session import Cluster, open_session
-from spark.settings import SelectedPipes, TransformSettings, check_master, load_pipes, size_master
-from spark.tables import TableRefresher
+from spark.settings import SelectedPipes, TransformSettings, check_master, check_tables, load_pipes, size_master
+from spark.tables import ReferenceTable, TableRefresher
 from spark.transforms.preparation import Prepared, prepare_pipes
 
 T = TypeVar("T")
@@ -73,6 +73,7 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
     """Run the selected pipes until the stop. Raises BadConfiguration for every mistake that shows before an event is read."""
     check_master(settings)
     selected = await run_blocking(lambda: load_pipes(settings), "pipes")
+    check_tables(settings, selected)
     health = PipesHealth(selected.names)
     show_expected(selected.file, ledger=settings.ledger)
     group, routes = await run_blocking(lambda: _control_of_executors(settings), "token")
@@ -115,7 +116,7 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
                 jobs += [_make_job(settings, broker, marks, health, suspects, clock, shown, each) for each in prepared]
                 _set_pauses(pauses, jobs)
                 tables = {table.name: table for each in prepared for table in each.tables.values()}
-                refresher = TableRefresher(session, tables.values())
+                refresher = TableRefresher(session, tables.values(), _in_use(prepared, jobs))
                 refresher.start()
                 stack.callback(refresher.stop)
                 supervision.run(_follow_pauses(pauses, jobs, supervision.stopping), "pauses of jobs")
@@ -142,7 +143,7 @@ def _open(
         parallelism=AUTO_SLOTS if sized else None,
         ui=settings.spark_ui,
         compiler=settings.java_compiler,
-        store=settings.object_store(),
+        store=settings.object_store(selected),
     )
     prepared = prepare_pipes(session, selected, max_bytes=broker.max_record_bytes)
     check_suitability(session, settings, broker, selected, prepared)
@@ -164,6 +165,12 @@ def _control_of_executors(settings: TransformSettings) -> tuple[ExecutorGroup | 
     group = ExecutorGroup(settings.master_kind(), settings.executor_settings())
     tokens = Tokens(read_tokens(settings.control_token_file))
     return group, GroupControl(group, tokens, whose="the transform").routes()
+
+
+def _in_use(prepared: Sequence[Prepared], jobs: Sequence[Job]) -> Callable[[ReferenceTable], bool]:
+    """Whether this process runs a pipe that reads this table."""
+    readers = [(job, set(each.tables)) for job, each in zip(jobs, prepared, strict=True) if each.tables]
+    return lambda table: any(job.holds_checkpoint and table.name in names for job, names in readers)
 
 
 class Shown(NamedTuple):

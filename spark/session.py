@@ -21,6 +21,12 @@ from spark.sources.source import BrokerSource
 
 _LOG4J = Path(__file__).with_name("log4j2.properties")
 
+KEEP_COUNTING = tuple(
+    f"org.apache.spark.sql.catalyst.optimizer.{rule}" for rule in ("PropagateEmptyRelation", "PruneFilters")
+)
+"""Rules of Spark's optimiser that are off. Where a result is known to be empty (a table without rows, `WHERE 1 = 0`), they take
+the sources out of the plan, and with them what counts the events: these would be committed and reported nowhere."""
+
 # A reason for each. The others have Spark's defaults.
 _SETTINGS = {
     "spark.ui.enabled": "false",  # a port and a second of start-up that nobody uses: the metrics are on our own port
@@ -39,6 +45,7 @@ _SETTINGS = {
     "spark.sql.caseSensitive": "false",
     "spark.sql.adaptive.enabled": "false",  # plans a batch again while it runs: too expensive for small ones
     "spark.sql.optimizer.enableJsonExpressionOptimization": "false",  # would parse fewer columns and miss a bad one
+    "spark.sql.optimizer.excludedRules": ",".join(KEEP_COUNTING),
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     "spark.sql.execution.arrow.pyspark.fallback.enabled": "false",
     "spark.sql.sources.useV1SourceList": "avro,csv,json,orc,parquet,text",  # without kafka: only its V2 sink is observed
@@ -102,7 +109,7 @@ def open_session(
 
     scratch: an existing folder for all temporary files of Java, of Spark and of its Python workers. cluster: None for a local
     master. parallelism: the partitions of a shuffle; None: one for each task slot. ui: host:port of Spark's web pages; empty:
-    none. compiler: `java_compiler` of the settings. store: of the checkpoints, when they are in one: with its jars. archive_to:
+    none. compiler: `java_compiler` of the settings. store: of checkpoints or tables, with its jars. archive_to:
     Java writes its classes there at its end. Raises JavaNotFound, JarsUnavailable, and Spark's error when a cluster's master
     cannot be reached.
     """

@@ -11,12 +11,13 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 
 from services.core.address import parse_address
+from services.core.pipe_table import Table
 from services.core.pipes import PipeFile, read_pipes
 from services.core.settings import Settings
 from services.core.units import Duration, Size
 from services.core.yaml_source import BadConfiguration, Document, Problem
 from spark.master import AUTO, AUTO_SLOTS, DriverAddress, Executors, MasterKind, kind_of, parse_executors
-from spark.object_store import ObjectStore, parse_checkpoints
+from spark.object_store import SCHEME, ObjectStore, parse_checkpoints
 
 _LEAST_MEMORY = 450 << 20
 """Spark itself refuses to start with less."""
@@ -56,8 +57,10 @@ class TransformSettings(Settings):
         "",
         description="Folder or object-store URI (s3a://bucket/…) of the checkpoints; empty: checkpoints/ in the data folder.",
     )
-    s3_endpoint: str = Field("", description="URL of the object store of the checkpoints; empty: that of AWS.")
-    s3_region: str = Field("", description="Region of their bucket; empty: AWS_REGION, or else the one that AWS names.")
+    s3_endpoint: str = Field("", description="URL of the object store of checkpoints and tables; empty: that of AWS.")
+    s3_region: str = Field(
+        "", description="Region of their buckets; empty: AWS_REGION, or else the one that AWS names."
+    )
     s3_path_style: bool = Field(
         False, description="Whether requests name the bucket in the path, as most stores but AWS need."
     )
@@ -125,9 +128,9 @@ class TransformSettings(Settings):
             return self.checkpoints.rstrip("/")
         return str(Path(self.checkpoints).absolute() if self.checkpoints else self.data.absolute() / "checkpoints")
 
-    def object_store(self) -> ObjectStore | None:
-        """None: the checkpoints are in a folder."""
-        if not urlsplit(self.checkpoints).scheme:
+    def object_store(self, selected: "SelectedPipes | None" = None) -> ObjectStore | None:
+        """Of the checkpoints, and of the tables of these pipes. None: all are elsewhere."""
+        if not urlsplit(self.checkpoints).scheme and not (selected is not None and selected.needs_object_store):
             return None
         return ObjectStore(self.s3_endpoint, self.s3_region, self.s3_path_style)
 
@@ -182,6 +185,23 @@ def check_master(settings: TransformSettings, environ: Mapping[str, str] = os.en
         raise BadConfiguration(problems)
 
 
+def check_tables(settings: TransformSettings, selected: "SelectedPipes") -> None:
+    """Before Spark starts: can executors read these tables? Raises BadConfiguration with every mistake."""
+    if settings.master_kind() is MasterKind.LOCAL:
+        return
+    text = (
+        f"the executors of {settings.master} read it, on other hosts, and it is a folder of this one. "
+        "Try: an object store (s3a://bucket/customers), or jdbc"
+    )
+    problems = [
+        selected.document.problem(("tables", name, "parquet"), text)
+        for name, table in selected.tables().items()
+        if table.parquet is not None and urlsplit(table.parquet).scheme in ("", "file")
+    ]
+    if problems:
+        raise BadConfiguration(problems)
+
+
 MOST_REAL_TIME_SLOTS = 32
 """Of the master `auto`. Pipes that need more run in micro-batches: each slot has a thread, and a consumer with its buffers."""
 
@@ -210,9 +230,18 @@ class SelectedPipes:
     @property
     def needs_databases(self) -> bool:
         """Whether one of them reads a table from a database."""
+        return any(table.jdbc is not None for table in self.tables().values())
+
+    @property
+    def needs_object_store(self) -> bool:
+        """Whether one of them reads a table from an object store."""
+        return any(urlsplit(table.parquet or "").scheme == SCHEME for table in self.tables().values())
+
+    def tables(self) -> dict[str, Table]:
+        """The tables that they read, by name."""
         transforms = [self.file.pipes[name].transform for name in self.names]
-        names = {table for transform in transforms if transform is not None for table in transform.tables}
-        return any(self.file.tables[name].jdbc is not None for name in names)
+        names = dict.fromkeys(table for transform in transforms if transform is not None for table in transform.tables)
+        return {name: self.file.tables[name] for name in names}
 
 
 def load_pipes(settings: TransformSettings) -> SelectedPipes:

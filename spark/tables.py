@@ -11,11 +11,12 @@ not, because ids come from the event.
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pyarrow as pa
 import structlog
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
@@ -40,6 +41,7 @@ TICK_S = 0.25
 _DRIVER = "org.postgresql.Driver"
 _TIMEOUTS = {"queryTimeout": "60", "fetchsize": "10000", "connectTimeout": "10", "socketTimeout": "120"}
 _READINGS = 3
+_BEING_READ = "it is being read"
 
 
 class TableUnavailable(Exception):
@@ -54,12 +56,21 @@ class ReferenceTable:
         self.name, self.definition, self.columns = name, definition, columns
         self.version = 0
         """Grows with each content that differs from the one before; 0: none was read."""
-        self.problem = "it is being read"
+        self.problem = _BEING_READ
         """Why the last reading failed; "" when it did not."""
         self._folder = folder
         self._content: Any = None
         self._files: list[tuple[str, int, int]] | None = None
         self._frames: dict[str, tuple[int, DataFrame]] = {}
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it has a content."""
+        return self._content is not None
+
+    def forget(self) -> None:
+        """Drop the content. By the thread that calls `load`."""
+        self._content, self._files, self.problem = None, None, _BEING_READ
 
     def frame(self, session: SparkSession) -> DataFrame:
         """The present content, for this session. Raises TableUnavailable when there is none."""
@@ -98,7 +109,7 @@ class ReferenceTable:
             self.problem = mask_text(problem.replace(password, "…") if password else problem)
             raise TableUnavailable(f"table {self.name!r} cannot be read: {self.problem}") from None
         self.problem = ""
-        if self._content is not None and self._content.equals(found):
+        if self._content is not None and _same(self._content, found):
             return False
         self._content = found
         self.version += 1
@@ -151,6 +162,28 @@ class ReferenceTable:
         return found
 
 
+def _same(one: pa.Table, other: pa.Table) -> bool:
+    """Whether two contents have the same bits: in Arrow, NaN is not equal to itself."""
+    if one.schema != other.schema or one.num_rows != other.num_rows:
+        return False
+    return all(_bits(first).equals(_bits(second)) for first, second in zip(one.columns, other.columns, strict=True))
+
+
+def _bits(column: pa.ChunkedArray) -> pa.Array:
+    return pa.concat_arrays(column.chunks).view(_as_bits(column.type)) if column.num_chunks else pa.nulls(0)
+
+
+def _as_bits(kind: pa.DataType) -> pa.DataType:
+    """The same layout, with integers in place of floats. Tables have no maps."""
+    if pa.types.is_floating(kind):
+        return {16: pa.int16(), 32: pa.int32(), 64: pa.int64()}[kind.bit_width]
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_as_bits(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_as_bits(kind.value_type)))
+    return kind
+
+
 def _read_database(session: SparkSession, database: Jdbc, password: str) -> DataFrame:
     options = {"url": database.url, "query": database.query, "user": database.user, "driver": _DRIVER, **_TIMEOUTS}
     reader = session.read.format("jdbc").options(**options)
@@ -171,8 +204,15 @@ def has_map(columns: StructType) -> bool:
 class TableRefresher:
     """Reads all tables of a process, in a thread of its own, until `stop`."""
 
-    def __init__(self, session: SparkSession, tables: Iterable[ReferenceTable]) -> None:
-        self._session, self._stop = session, threading.Event()
+    def __init__(
+        self,
+        session: SparkSession,
+        tables: Iterable[ReferenceTable],
+        in_use: Callable[[ReferenceTable], bool] = lambda _: True,
+    ) -> None:
+        """in_use: called often. A table that is not in use is not read, and has no content: a process that stands by would ask
+        for executors, and would begin with an old content."""
+        self._session, self._stop, self._in_use = session, threading.Event(), in_use
         self._due = dict.fromkeys(tables, 0.0)
         self._good = dict.fromkeys(self._due, time.monotonic())
         self._backoffs = {
@@ -196,7 +236,10 @@ class TableRefresher:
         session.sparkContext.setLocalProperty("spark.scheduler.pool", "tables")
         while not self._stop.is_set():
             for table, due in self._due.items():
-                if time.monotonic() >= due and not self._stop.is_set():
+                if not self._in_use(table):
+                    table.forget()
+                    self._due[table], self._good[table] = 0.0, time.monotonic()
+                elif time.monotonic() >= due and not self._stop.is_set():
                     self._due[table] = time.monotonic() + self._refresh(session, table)
                 metrics.TABLE_AGE.labels(table.name).set(time.monotonic() - self._good[table])
             self._stop.wait(TICK_S)
@@ -225,5 +268,5 @@ class TableRefresher:
 def unread_tables(tables: Mapping[str, ReferenceTable]) -> str:
     """Why a transform with these tables cannot run; "" when each has been read."""
     return "; ".join(
-        f"table {one.name!r} was not read yet: {one.problem}" for one in tables.values() if not one.version
+        f"table {one.name!r} was not read yet: {one.problem}" for one in tables.values() if not one.is_read
     )

@@ -97,8 +97,9 @@ class SampleBroker(DataSourceBroker):
     def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
         return session.createDataFrame(RAW_SCHEMA.empty_table(), RAW)
 
-    def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
+    def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> bool:
         self.written.setdefault(topic, []).extend(records)
+        return True
 
     def append(self, session: SparkSession, topic: str, records: Sequence[Record]) -> None:
         self.written.setdefault(topic, []).extend(records)
@@ -184,6 +185,7 @@ def _run(settings: TrialSettings) -> TrialResult:
             memory=settings.memory,
             kafka=False,
             databases=chosen.needs_databases,
+            store=settings.object_store(chosen),
             scratch=scratch,
             compiler="quick",
         )

@@ -53,10 +53,10 @@ class StateOperator(msgspec.Struct, frozen=True):
 class StatePlan(msgspec.Struct, frozen=True):
     """What decides about the meaning of a transform's state.
 
-    operators: those with state, inner ones first. columns: the type of each source column that they read. sources: that it reads.
-    code: a digest of the Python file, where its functions decide, too; else "". spark: the version that planned it. text:
-    `text_digest`. alone: of a transform that reads one union of several sources: by source, the operators without the others.
-    ordered: of a checkpoint that knows its sources by their order, so that they cannot change.
+    operators: those with state, inner ones first. columns: the type of each column of a source or a table that they read.
+    sources: that it reads. code: a digest of the Python file, where its functions decide, too; else "". spark: the version that
+    planned it. text: `text_digest`. alone: of a transform that reads one union of several sources: by source, the operators
+    without the others. ordered: of a checkpoint that knows its sources by their order, so that they cannot change.
     """
 
     operators: list[StateOperator]
@@ -79,12 +79,22 @@ class StatePlan(msgspec.Struct, frozen=True):
         return {one.kind for one in self.operators}
 
 
-def text_digest(transform: Transform, columns: Mapping[str, str | None], code: str) -> str:
+def text_digest(
+    transform: Transform, columns: Mapping[str, str | None], code: str, tables: Mapping[str, str] | None = None
+) -> str:
     """Of all texts that a transform's state depends on. Equal digests: the same state, without a look at the plan.
 
-    columns: as declared, by source. code: the Python file beside the pipe file; "" without one.
+    columns: as declared, by source. code: the Python file beside the pipe file; "" without one. tables: their columns, by name.
     """
-    found = (transform.sql, transform.python, sorted(columns.items()), transform.watermark is None, code)
+    found: tuple[object, ...] = (
+        transform.sql,
+        transform.python,
+        sorted(columns.items()),
+        transform.watermark is None,
+        code,
+    )
+    if tables:  # else the digest is that of earlier versions
+        found = (*found, sorted(tables.items()))
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
@@ -124,7 +134,7 @@ def compare_state(former: StatePlan, now: StatePlan) -> list[str]:
     if former.code != now.code:
         found.append("the text of its Python file changed, and its functions compute the state")
     if len(now.sources) == 1 and former.sources == now.sources:  # then nobody needs its name
-        found = [text.replace(f"{now.sources[0]}.", "") for text in found]
+        found = [re.sub(rf"(?<![\w-]){re.escape(now.sources[0])}\.", "", text) for text in found]
     return found
 
 

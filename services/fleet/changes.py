@@ -100,7 +100,7 @@ async def find_changes(broker: Broker, pipes: PipeFile, path: Path, data: Path |
         if name not in plans:
             lines += await asyncio.to_thread(_compare_transform, name, pipe, data)
     lines += await search.gone_lanes()
-    digests = await asyncio.to_thread(_digest_texts, pipes, path, plans)
+    digests = await asyncio.to_thread(digest_texts, pipes, path, plans)
     states = {name: plan for name, plan in plans.items() if digests[name] != plan.text}
     return Changes(lines, await search.abandoned(data), states)
 
@@ -114,7 +114,7 @@ async def _read_plans(broker: Broker, pipes: PipeFile) -> dict[str, StatePlan]:
     return {name: mark.plan for name, mark in found.items() if mark and mark.has_begun and mark.plan}
 
 
-def _digest_texts(pipes: PipeFile, path: Path, names: Collection[str]) -> dict[str, str]:
+def digest_texts(pipes: PipeFile, path: Path, names: Collection[str]) -> dict[str, str]:
     """`text_digest` of the transform of each of these pipes. Blocking."""
     files, found = python_files(path, pipes), {}
     for name in names:
@@ -122,7 +122,8 @@ def _digest_texts(pipes: PipeFile, path: Path, names: Collection[str]) -> dict[s
         assert pipe.transform is not None
         code = files[name].read_text(encoding="utf-8") if name in files else ""
         columns = {stream: pipes.streams[stream].columns for stream in pipe.sources}
-        found[name] = text_digest(pipe.transform, columns, code)
+        tables = {table: pipes.tables[table].columns for table in pipe.transform.tables}
+        found[name] = text_digest(pipe.transform, columns, code, tables)
     return found
 
 

@@ -98,7 +98,7 @@ class Job:
         self._drained_by = 0.0
         """On the monotonic clock; known once `_stop` is set."""
         self._backoff = Backoff(FIRST_WAIT_S, MAX_WAIT_S)
-        self._worked = self._standing_by = False
+        self._worked = self._standing_by = self._holds = False
 
     def stop(self, drain: float) -> None:
         """Make `run` finish the current batch, for at most `drain` seconds, and return. Does not block."""
@@ -126,6 +126,11 @@ class Job:
             elif not self._stop.is_set():
                 self._halt.clear()
 
+    @property
+    def holds_checkpoint(self) -> bool:
+        """Whether this process runs the pipe: not while it stands by or the pipe is paused. Thread-safe."""
+        return self._holds
+
     def run(self, session: SparkSession) -> None:
         """Keep the query running until `stop`. Blocking. Passes failures to `on_state`, and retries for ever."""
         self._show_mode()
@@ -141,10 +146,6 @@ class Job:
         while not self._stop.is_set():
             if (pause := self._pause) is not None:
                 self._wait_for_resume(pause)
-                continue
-            if reason := unread_tables(self._prepared.tables):
-                self._on_state(QueryState(self.pipe, reason, 0))
-                self._halt.wait(POLL_S)
                 continue
             try:
                 self._run_once(session)
@@ -176,6 +177,7 @@ class Job:
 
     def _wait_for_resume(self, pause: Pause) -> None:
         """Until the resume or the stop. Failures from before the pause count no longer."""
+        self._holds = False
         log.warning(
             "pipe_paused", pipe=self.pipe, by=pause.by, reason=pause.because, hint="its events wait in its sources"
         )
@@ -190,6 +192,7 @@ class Job:
 
     def _stand_by(self, reason: str) -> None:
         """Another process runs the pipe: wait before the next look at its lock. That process works, so this is no failure."""
+        self._holds = False
         if not self._standing_by:
             log.warning(
                 "pipe_on_standby", pipe=self.pipe, reason=reason, hint="this process takes over when that one ends"
@@ -207,17 +210,28 @@ class Job:
         if self._claims is None:
             self._claims = claims_on(session, self._checkpoints, self.pipe)
         with open_checkpoint(session, self._checkpoints, self.pipe, self._claims) as checkpoint:
+            self._holds = True
             if self._standing_by:
                 log.info("pipe_taken_over", pipe=self.pipe)
                 self._standing_by = False
                 self._on_state(QueryState(self.pipe, "starting", 0))
             try:
+                self._wait_for_tables(checkpoint)
                 self._run_query(session, checkpoint, topics)
             except Stopping:
                 raise
             except Exception as error:
                 self._check_in_use(checkpoint, error)
                 raise
+
+    def _wait_for_tables(self, checkpoint: Checkpoint) -> None:
+        """Until each was read, which begins once the checkpoint is held. Raises Stopping, CheckpointInUse."""
+        while reason := unread_tables(self._prepared.tables):
+            self._on_state(QueryState(self.pipe, reason, 0))
+            if self._halt.wait(POLL_S):
+                raise Stopping
+            if checkpoint.is_lost:
+                checkpoint.check_held()
 
     def _run_query(self, session: SparkSession, checkpoint: Checkpoint, topics: Mapping[str, str]) -> None:
         if self._prepared.in_plan and hand_over_attempt(checkpoint, self._prepared.version):

@@ -62,6 +62,13 @@ def _read_unskipped(query: Query, ranges: Sequence[OffsetRange], skipped: Sequen
     return query.broker.read_ranges(query.session, ranges).where(f"NOT ({exactly(skipped)})")
 
 
+def has_events(query: Query, batch: int) -> bool:
+    """Whether a committed batch has events that are not left out."""
+    ranges = query.planned_ranges(batch)
+    skipped = query.checkpoint.read_note(SKIPPED_FILE, list[RecordOffset]) or []
+    return bool(ranges) and not _read_unskipped(query, ranges, skipped).isEmpty()
+
+
 def _pending_ranges(query: Query) -> list[OffsetRange]:
     """The records of the batch that was planned and not done; without one, all up to the present end."""
     committed, planned = query.checkpoint.newest("commits"), query.checkpoint.newest("offsets")

@@ -27,6 +27,7 @@ from spark.jobs.replay import (
     BadRecords,
     LateEvents,
     ReportedBatches,
+    has_events,
     read_skipped,
     reject_culprits,
     reject_process_killers,
@@ -36,6 +37,7 @@ from spark.reports import (
     NO_ORIGINS,
     ORIGINS,
     BatchReport,
+    NothingObserved,
     add_settled,
     age,
     began,
@@ -158,7 +160,7 @@ class StreamingPlanQuery:
             if "addBatch" in progress["durationMs"]:
                 if self._query.figures is not None:
                     self._query.figures.record(progress)
-                report, bad = _to_report(self._query, progress)
+                report, bad = to_report(self._query, progress)
                 if self._reported is None:
                     self._query.report(report)
                 else:
@@ -218,7 +220,7 @@ def start_transforming(query: Query) -> StreamingQuery:
         ).where(f"NOT ({skip})")
         raw = without_removed(query, raw)
         checked = view.check(raw, clock_now())
-        frames[stream] = prepared.watermarked(view.good(checked.observe(f"in:{stream}", *in_metrics)))
+        frames[stream] = prepared.watermarked(view.good(checked.observe(_counted(stream), *in_metrics)))
     out = prepared.apply(frames, query.session)
     out = out.withColumn(_WRITTEN_AT, clock_now()) if query.real_time else out
     out = out.observe(_OUT, *out_metrics).drop(READ_AT, _WRITTEN_AT)
@@ -233,6 +235,11 @@ def start_transforming(query: Query) -> StreamingQuery:
         with state_store(query.session, prepared, query.checkpoint, named=query.named_sources):
             started = writer.outputMode("append").trigger(processingTime=interval).start()
     return started
+
+
+def _counted(stream: str) -> str:
+    """The name of the observed values of a source."""
+    return f"in:{stream}"
 
 
 def source_name(stream: str) -> str:
@@ -263,8 +270,12 @@ def _metrics(query: Query) -> tuple[list[Any], list[Any]]:
     return in_metrics, out_metrics
 
 
-def _to_report(query: Query, progress: Any) -> tuple[BatchReport, int]:
-    """And the number of bad records. In real-time mode from the times of each event, else from the begin and end of the batch."""
+def to_report(query: Query, progress: Any) -> tuple[BatchReport, int]:
+    """And the number of bad records. In real-time mode from the times of each event, else from the begin and end of the batch.
+
+    Raises NothingObserved when a source was not counted: the next start reads the batch again for its report.
+    """
+    _check_counted(query, progress)
     report, lasted = BatchReport(query.pipe), progress["batchDuration"]
     begun = round(datetime.fromisoformat(progress["timestamp"]).timestamp() * 1000)
     gathered, written, bad = [], NO_ORIGINS, 0
@@ -288,3 +299,12 @@ def _to_report(query: Query, progress: Any) -> tuple[BatchReport, int]:
     if query.ledger:
         add_settled(report, gathered, written)
     return report, bad
+
+
+def _check_counted(query: Query, progress: Any) -> None:
+    """Spark reports nothing for a source that its optimiser took out of the plan, and zero where a join read none of it."""
+    seen, batch = progress["observedMetrics"], progress["batchId"]
+    missing = [stream for stream in query.prepared.views if _counted(stream) not in seen]
+    none_read = not missing and not any(seen[_counted(stream)]["events"] for stream in query.prepared.views)
+    if (missing or (none_read and query.prepared.tables)) and has_events(query, batch):
+        raise NothingObserved(f"Spark counted none of the events of batch {batch} ({', '.join(query.prepared.views)})")

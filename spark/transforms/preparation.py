@@ -71,7 +71,13 @@ class Prepared:
         columns = [
             (name, None if view.columns is None else view.columns.simpleString()) for name, view in self.views.items()
         ]
-        return hashlib.sha256(repr((self.definition.source, columns)).encode()).hexdigest()
+        tables = [(name, table.columns.simpleString()) for name, table in self.tables.items()]
+        parts = (
+            self.definition.source,
+            columns,
+            *([tables] if tables else []),
+        )  # as in earlier versions without tables
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @property
     def columns(self) -> dict[str, str | None]:
@@ -134,11 +140,8 @@ def prepare_pipes(session: SparkSession, selected: SelectedPipes, *, max_bytes: 
 
 def _prepare_tables(session: SparkSession, selected: SelectedPipes) -> dict[str, ReferenceTable]:
     """The tables that these pipes read. None is read yet. Raises BadConfiguration with every mistake."""
-    pipes = [selected.file.pipes[name] for name in selected.names]
-    names = dict.fromkeys(name for pipe in pipes if pipe.transform is not None for name in pipe.transform.tables)
     found, problems, folder = {}, [], selected.document.path.parent
-    for name in names:
-        definition = selected.file.tables[name]
+    for name, definition in selected.tables().items():
         try:
             columns = _parse_columns(definition.columns, timed=False)
             assert columns is not None
@@ -239,6 +242,7 @@ def _plan_state(session: SparkSession, prepared: Prepared, file: PipeFile) -> St
         views[stream] = StructType([StructField(one.name, one.dataType, one.name not in required) for one in fields])
     declared = {stream: file.streams[stream].columns for stream in prepared.views}
     transform, code = prepared.transform, prepared.definition.code
+    tables = {name: file.tables[name].columns for name in prepared.tables}
     try:
         return describe_state(
             session,
@@ -246,7 +250,8 @@ def _plan_state(session: SparkSession, prepared: Prepared, file: PipeFile) -> St
             views,
             watermarked=prepared.watermarked,
             code=prepared.definition.source,
-            text=text_digest(transform, declared, code),
+            text=text_digest(transform, declared, code, tables),
+            tables={name: table.columns for name, table in prepared.tables.items()},
         )
     except PySparkException:
         return None

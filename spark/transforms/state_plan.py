@@ -76,8 +76,10 @@ def describe_state(
     watermarked: Callable[[DataFrame], DataFrame],
     code: str,
     text: str,
+    tables: Mapping[str, StructType] | None = None,
 ) -> StatePlan:
     """views: the columns of each source view; NOT NULL as declared. apply: to the output records. code, text: as in StatePlan.
+    tables: the columns of each table.
 
     Nothing runs. Raises the errors of the analysis.
     """
@@ -85,10 +87,11 @@ def describe_state(
     own.conf.set(
         "spark.sql.streaming.unsupportedOperationCheck", "false"
     )  # else Spark optimises no stream before its start
+    own.conf.set("spark.sql.optimizer.excludedRules", "")  # descriptions stay as they were before some were off
     frames = {stream: watermarked(_empty_stream(own, stream, columns)) for stream, columns in views.items()}
     plan, types = read_plan(optimized_plan(apply(own, frames))), _types(views)
-    found = _Reader(plan, types)
-    alone = {source: _Reader(plan, types, only=source) for source in _sources_of_union(plan)}
+    found = _Reader(plan, types, tables or {})
+    alone = {source: _Reader(plan, types, tables or {}, only=source) for source in _sources_of_union(plan)}
     columns = {name: kind for one in (found, *alone.values()) for name, kind in one.columns.items()}
     return StatePlan(
         found.operators,
@@ -133,7 +136,7 @@ class _Relation:
 class _Reader:
     """Reads one plan, once."""
 
-    def __init__(self, plan: Node, types: Mapping[str, str], only: str = "") -> None:
+    def __init__(self, plan: Node, types: Mapping[str, str], tables: Mapping[str, StructType], only: str = "") -> None:
         """only: of the sources of a union, the one that is described, as if there was no other."""
         self.operators: list[StateOperator] = []
         self.columns: dict[str, str] = {}
@@ -141,6 +144,7 @@ class _Reader:
         self.runs_python = False
         self._only = only
         self._types, self._texts = types, dict[int, str]()
+        self._tables, self._of_tables = tables, dict[str, dict[str, str]]()
         self._list_sources(plan)
         self._find(plan)
 
@@ -276,8 +280,19 @@ class _Reader:
         for name in ("generatorOutput", "output", "resultAttrs"):
             for column in expressions_in(node.fields.get(name)):
                 self._texts.setdefault(_id(column), f"{text}.{column.fields['name']}")
+                if not node.children:
+                    self._of_tables[self._texts[_id(column)]] = self._table_types(str(column.fields["name"]))
                 output.append(_id(column))
         return _Relation(text, frozenset(), output)
+
+    def _table_types(self, column: str) -> dict[str, str]:
+        """Of this column, in each table that has one: the plan does not say which table it is."""
+        return {
+            f"{table}.{one.name}": one.dataType.simpleString().upper()
+            for table, columns in self._tables.items()
+            for one in columns.fields
+            if one.name == column
+        }
 
     def _define(self, node: Node, prefix: str = "") -> int:
         """A column of a projection. Returns its id."""
@@ -297,6 +312,7 @@ class _Reader:
             text = self._texts.get(_id(node), str(node.fields["name"]))
             if text in self._types:
                 self.columns[text] = self._types[text]
+            self.columns.update(self._of_tables.get(text, {}))
             return text
         if node.kind == "Literal":
             return _literal(node.fields)

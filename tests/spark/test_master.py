@@ -20,7 +20,7 @@ from spark.master import (
     parse_executors,
     write_code,
 )
-from spark.settings import TransformSettings, check_master
+from spark.settings import TransformSettings, check_master, check_tables, load_pipes
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,38 @@ def test_what_cannot_work_is_refused(settings: dict[str, Any], environ: dict[str
         return
     with pytest.raises(BadConfiguration, match=problem):
         check_master(TransformSettings(**settings), environ)
+
+
+@pytest.mark.parametrize(
+    ("master", "place", "refused"),
+    [
+        ("spark://one:7077", "names", True),
+        ("yarn", "file:///mnt/names", True),
+        ("yarn", "s3a://bucket/names", False),
+        ("local[2]", "names", False),
+    ],
+)
+def test_a_table_that_executors_cannot_read_is_refused(tmp_path: Path, master: str, place: str, refused: bool) -> None:
+    """If this fails, a table on a cluster is never found, and its pipes wait for ever."""
+    path = tmp_path / "pipes.yaml"
+    path.write_text(
+        f"""version: 1
+streams: {{s: {{}}, t: {{}}}}
+tables:
+  names: {{parquet: "{place}", columns: "n INT"}}
+pipes:
+  p: {{sources: [s], transform: {{tables: [names], sql: SELECT * FROM s}}, destinations: [{{name: d, stream: t}}]}}
+"""
+    )
+    settings = TransformSettings(master=master, pipes=path)
+    selected = load_pipes(settings)
+    if not refused:
+        check_tables(settings, selected)
+        return
+    with pytest.raises(BadConfiguration) as caught:
+        check_tables(settings, selected)
+    (found,) = caught.value.problems
+    assert str(found).startswith(f"{path}:4: tables.names.parquet: the executors of {master} read it, on other hosts")
 
 
 def test_the_code_for_executors_is_that_of_the_wheel(tmp_path: Path) -> None:

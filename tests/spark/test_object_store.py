@@ -1,10 +1,12 @@
 """Settings of checkpoints in S3."""
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
 from spark.object_store import ObjectStore, store_settings
-from spark.settings import TransformSettings
+from spark.settings import TransformSettings, load_pipes
 
 
 def settings(**given: object) -> TransformSettings:
@@ -21,7 +23,9 @@ def test_a_place_that_keeps_no_promise_is_refused(place: str) -> None:
         settings(checkpoints=place)
 
 
-def test_a_store_is_used_where_checkpoints_are_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_is_used_where_checkpoints_or_tables_are_in_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """If this fails, the jars for S3 are fetched for nothing, or requests go elsewhere than the operator says."""
     assert settings(s3_endpoint="http://minio:9000").object_store() is None
     given = settings(checkpoints="s3a://bucket/p/", s3_endpoint="http://minio:9000", s3_path_style=True)
@@ -34,6 +38,18 @@ def test_a_store_is_used_where_checkpoints_are_in_one(monkeypatch: pytest.Monkey
     assert found["spark.hadoop.fs.s3a.endpoint.region"] == "eu-west-1"
     assert found["spark.hadoop.fs.s3a.path.style.access"] == "true"
     assert "a secret" not in str(found)
+    text = """
+version: 1
+streams: {s: {}, t: {}}
+tables: {names: {parquet: "s3a://bucket/names", columns: "n INT"}}
+pipes:
+  p: {sources: [s], transform: {sql: SELECT * FROM s}, destinations: [{name: d, stream: t}]}
+  q: {sources: [s], transform: {tables: [names], sql: SELECT * FROM s}, destinations: [{name: d, stream: t}]}
+"""
+    (tmp_path / "pipes.yaml").write_text(text)
+    for pipe, store in (("p", None), ("q", ObjectStore())):
+        chosen = settings(pipes=tmp_path / "pipes.yaml", only=pipe)
+        assert chosen.object_store(load_pipes(chosen)) == store
     monkeypatch.delenv("AWS_REGION")
     monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
     assert not {name for name in store_settings(ObjectStore()) if name.endswith(("endpoint", "region"))}

@@ -4,16 +4,21 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from pyspark.sql import SparkSession
 
+from services.core.aws_emulator import CREDENTIALS, REGION
 from services.core.dead_letter import DETAIL, REASON, SOURCE
 from services.core.event import read_id
 from services.core.sample import SampleRecord, TrialResult
 from services.core.yaml_source import BadConfiguration
+from services.fleet.trial import run_transform
 from spark.jobs.culprits import ALL_FAILED
 from spark.trial import TrialSettings, try_pipe
 from tests.spark.log_pipeline import LogPipeline, event
+from tests.support.object_store import BUCKET, ObjectStoreServer
 
 Try = Callable[..., TrialResult]
 ROWS = [b'{"n": 4}', b'{"n": 5}', b'{"n": "x"}', b'{"n": 6}', b"\xff"]
@@ -58,6 +63,32 @@ def test_results_over_several_events(try_it: Try) -> None:
     assert (result.keeps_events, result.row_by_row) == (False, False)
     with pytest.raises(BadConfiguration, match=r"cannot run on a stream.*watermark: 10m"):
         try_it([], sql="SELECT string(n) AS id, count(*) AS events FROM s GROUP BY n")
+
+
+def test_a_table_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a table in S3 can only be read where the checkpoints are in S3, too."""
+    given = {**CREDENTIALS, "PENSTOCK_TRANSFORM_S3_REGION": REGION, "PENSTOCK_TRANSFORM_S3_PATH_STYLE": "true"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "pipes.yaml").write_text(
+        f"""
+version: 1
+streams: {{s: {{columns: "n INT"}}}}
+tables: {{names: {{parquet: "s3a://{BUCKET}/names", columns: "n INT, name STRING"}}}}
+pipes:
+  p:
+    sources: [s]
+    transform: {{tables: [names], sql: "SELECT event, name FROM s JOIN names USING (n)"}}
+    destinations: [{{name: d, webhook: {{url: "https://example.com/"}}}}]
+"""
+    )
+    parquet.write_table(pa.table({"n": [1], "name": ["one"]}), tmp_path / "names")
+    with ObjectStoreServer(tmp_path) as store:
+        monkeypatch.setenv("PENSTOCK_TRANSFORM_S3_ENDPOINT", store.url)
+        store.client().upload_file(str(tmp_path / "names"), BUCKET, "names/1.parquet")
+        records = [SampleRecord(f"f:{n}", "s", 0, str(n), event(n, b'{"n": %d}' % n)) for n in range(3)]
+        result = run_transform(tmp_path / "pipes.yaml", "p", records, None)
+    assert [one.value for one in result.outputs] == [b'{"name":"one"}']
 
 
 def test_a_broken_transform_has_no_dead_letters(try_it: Try) -> None:
