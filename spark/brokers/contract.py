@@ -45,9 +45,14 @@ class BatchName(NamedTuple):
 
 
 class WantedOrigins(NamedTuple):
-    """What a write returns for the ledger. arrival: of new events, in ms: their origins by minute; None: without minutes."""
+    """What a write returns for the ledger. arrival: of new events, in ms: their origins by minute; None: without minutes.
+
+    since: where a batch is stored once: the ranges of the topic before its first attempt. A batch that was stored before is then
+    described as it was stored, not as it is now; empty: as it is now.
+    """
 
     arrival: int | None = None
+    since: Sequence[OffsetRange] = ()
 
 
 class Written(NamedTuple):
@@ -118,6 +123,9 @@ def measure_backlog(stored: Iterable[OffsetRange], done: Offsets) -> Backlog:
 
 class SparkBroker(ABC):
     """One broker. Methods block; they raise `services.core.broker.errors` kinds or Spark's errors."""
+
+    stores_once: bool = False
+    """Whether a batch that was stored before is not stored again."""
 
     max_record_bytes: int
     needs_kafka_jars: bool = False
@@ -203,8 +211,8 @@ class SparkBroker(ABC):
     ) -> Written:
         """Execute the frame (columns OUT) and store its records durably.
 
-        Returns the events of the frame, also when this batch was stored before. wanted: None without a ledger. settle: called
-        once the frame was executed; where a batch is stored once, before its records are.
+        Returns the events of the frame; when this batch was stored before, see `WantedOrigins`. wanted: None without a ledger.
+        settle: called once the frame was executed; where a batch is stored once, before its records are.
         """
 
     @abstractmethod
@@ -212,8 +220,8 @@ class SparkBroker(ABC):
         """Execute the frame as `write` does, and store nothing. Raises the frame's errors."""
 
     @abstractmethod
-    def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
-        """Store these records durably."""
+    def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> bool:
+        """Store these records durably. Returns whether they are stored: False when this batch was stored before."""
 
     @abstractmethod
     def append(self, session: SparkSession, topic: str, records: Sequence[Record]) -> None:
@@ -272,8 +280,14 @@ class DataSourceBroker(SparkBroker):
         """Nothing of the frame is stored when executing it fails."""
         records = from_arrow(collect_bounded(frame))
         settle()
-        self.write_records(frame.sparkSession, records, topic, batch)
+        stored = self.write_records(frame.sparkSession, records, topic, batch)
+        if not stored and wanted is not None and wanted.since:
+            records = self.read_since(topic, wanted.since)
         return describe_records(records, wanted)
+
+    def read_since(self, topic: str, since: Sequence[OffsetRange]) -> list[Record]:
+        """The records behind these ranges of a topic; only where `stores_once`."""
+        raise NotImplementedError
 
     def try_write(self, frame: DataFrame) -> None:
         collect_bounded(frame)

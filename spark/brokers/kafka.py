@@ -145,10 +145,11 @@ class KafkaSparkBroker(SparkBroker):
         """Rows go from the tasks to Kafka one by one: none are kept."""
         for_sink(frame).write.format("noop").mode("overwrite").save()
 
-    def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
+    def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> bool:
         if records:
             table = pa.Table.from_batches([to_arrow(Batch(topic, 0, range(len(records)), records), OUT_SCHEMA)])
             self._save(session.createDataFrame(table, OUT), topic)
+        return True
 
     def append(self, session: SparkSession, topic: str, records: Sequence[Record]) -> None:
         """By Kafka's own producer, in Spark's Java."""

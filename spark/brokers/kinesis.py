@@ -148,9 +148,10 @@ class KinesisSparkBroker(DataSourceBroker):
         """Rows go from the tasks to Kinesis, a part at a time: none are kept."""
         frame.write.format("noop").mode("overwrite").save()
 
-    def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
+    def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> bool:
         if records:
             self._kinesis.send(topic, records, batch.epoch)
+        return True
 
     def append(self, session: SparkSession, topic: str, records: Sequence[Record]) -> None:
         self._kinesis.send(topic, records)

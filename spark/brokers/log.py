@@ -20,6 +20,7 @@ class LogSparkBroker(DataSourceBroker):
     """The log in the folder `path`. Stores a batch exactly once, by its writer and epoch."""
 
     max_record_bytes = MAX_RECORD_BYTES
+    stores_once = True
 
     def __init__(self, path: str) -> None:
         super().__init__(f"log://{path}")
@@ -43,9 +44,20 @@ class LogSparkBroker(DataSourceBroker):
     def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
         return session.read.format(NAME).options(broker=self._url, ranges=json.dumps(ranges)).load()
 
-    def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
+    def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> bool:
         if records:
-            store_batch(self._path, topic, batch.writer, records, batch.epoch)
+            return store_batch(self._path, topic, batch.writer, records, batch.epoch)
+        stored = self.last_epoch(topic, batch.writer)  # nothing is stored for an empty batch
+        return stored is None or stored < batch.epoch
+
+    def read_since(self, topic: str, since: Sequence[OffsetRange]) -> list[Record]:
+        ends, found = blocking.ends(self._path, topic), list[Record]()
+        before = {part.partition: part.end for part in since}
+        for partition, now in ends.items():
+            start = max(now.start, before.get(partition, now.start))
+            for batch in blocking.read_range(self._path, topic, partition, start, now.end):
+                found += batch.records
+        return found
 
     def append(self, session: SparkSession, topic: str, records: Sequence[Record]) -> None:
         blocking.append(self._path, topic, {0: records})

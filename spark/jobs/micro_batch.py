@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 from pyspark.sql import DataFrame, Observation
 from pyspark.sql import functions as f
 
@@ -40,7 +41,7 @@ from spark.jobs.dead_letters import (
 from spark.jobs.moved_sources import fit_offsets, without_removed
 from spark.jobs.query import BatchHandler, MicroBatchQuery, Query
 from spark.jobs.state_store import state_store
-from spark.records import RecordOffset
+from spark.records import OffsetRange, RecordOffset
 from spark.reports import (
     NO_ORIGINS,
     ORIGINS,
@@ -62,6 +63,8 @@ from spark.reports import (
 from spark.transforms.output import number_batch
 from spark.transforms.preparation import of_stream
 from spark.transforms.view import FAILED_CHECK, TIME, drop_duplicates
+
+STORED_FILE = "stored_behind.json"
 
 
 def start_micro_batches(query: Query) -> MicroBatchQuery:
@@ -85,6 +88,13 @@ class _Names(NamedTuple):
     mark: str
 
 
+class StoredBehind(msgspec.Struct, frozen=True):
+    """A note beside the checkpoint, before a batch is stored for the first time. ranges: of the output topic until then."""
+
+    output: BatchName
+    ranges: list[OffsetRange]
+
+
 class TransformHandler(BatchHandler):
     """Transforms batches, rejects bad records, and finds the events on which the transform fails."""
 
@@ -97,6 +107,7 @@ class TransformHandler(BatchHandler):
         if query.ledger:
             self._in_metrics.append(gather_origins().alias(ORIGINS))
         self._streak = FailureStreak(query.checkpoint)
+        self._stored_behind: StoredBehind | None = None
         # Several views read the batch, and so does each pass over a deduplicated one: then keep it in memory.
         self._keep = len(query.prepared.views) > 1 or query.prepared.deduplicates
 
@@ -198,16 +209,19 @@ class TransformHandler(BatchHandler):
         """
         query, prepared, names = self.query, self.query.prepared, self.names_of(batch_id, part)
         seen = {stream: Observation() for stream in prepared.views}
-        frames = {}
+        frames, counted = {}, {}
         for stream, view in prepared.views.items():
-            checked = view.check(of_stream(prepared, raw, stream)).observe(seen[stream], *self._in_metrics)
+            counted[stream] = view.check(of_stream(prepared, raw, stream))
+            checked = counted[stream].observe(seen[stream], *self._in_metrics)
             frames[stream] = view.good(checked.where(f"NOT ({exactly(culprits)})") if culprits else checked)
         numbering = None
         if self._makes_new:
             query_id = query.writer.rpartition(":")[2]
             numbering = number_batch(query_id, batch_id, query.checkpoint.planned_at(batch_id), names.mark)
         out = prepared.apply(frames, raw.sparkSession, numbering)
-        wanted = WantedOrigins(numbering.at_ms if numbering else None) if query.ledger else None
+        wanted = None
+        if query.ledger:
+            wanted = WantedOrigins(numbering.at_ms if numbering else None, self._stored_since(names.output))
         gathered: list[tuple[Gathered, int]] = []
         failed: Origins = {}
 
@@ -215,8 +229,11 @@ class TransformHandler(BatchHandler):
             """Before the output, where that is stored once: a repeat with other columns may take these records for events, and
             then they would be in neither."""
             bad = 0
-            for observation in seen.values():
+            for stream, observation in seen.items():
                 values = read_observed(observation)
+                if prepared.tables and not values["events"]:
+                    # Outside of generated code (a wide table), a join whose other side has no rows reads no event.
+                    values = counted[stream].agg(*self._in_metrics).collect()[0].asDict()
                 bad += values["bad"]
                 if query.ledger:
                     gathered.append((read_origins(values[ORIGINS]), values["events"]))
@@ -233,6 +250,19 @@ class TransformHandler(BatchHandler):
             add_settled(report, gathered, NO_ORIGINS if numbering else written.origins, [dead or {}, failed])
         if numbering:
             add_accepted(report, written.origins)
+
+    def _stored_since(self, output: BatchName) -> Sequence[OffsetRange]:
+        """As in `WantedOrigins`. A repeat may use a newer content of a table, and compute what was not stored."""
+        query, topic = self.query, output_topic(self.query.pipe)
+        if not (query.broker.stores_once and query.prepared.tables):
+            return ()
+        if self._stored_behind is None:
+            self._stored_behind = query.checkpoint.read_note(STORED_FILE, StoredBehind)
+        if self._stored_behind is None or self._stored_behind.output != output:
+            ranges = query.broker.stored_ranges(self.query.session, [topic])
+            self._stored_behind = StoredBehind(output, ranges)
+            query.checkpoint.write_note(STORED_FILE, self._stored_behind)
+        return self._stored_behind.ranges
 
     def _add_duplicates(self, report: BatchReport, raw: DataFrame, kept: int, batch_id: int) -> None:
         """Report the events that deduplication dropped from a batch; if there are any, the batch is read again."""

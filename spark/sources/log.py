@@ -145,10 +145,10 @@ def partition_records(records: Sequence[Record], partitions: int, turn: int) -> 
     return split_by_key(records, partitions, keyless=turn % partitions)
 
 
-def store_batch(path: str, topic: str, writer: str, records: Sequence[Record], batch: int) -> None:
-    """Store the batch in one transaction, unless this writer stored it before. An empty batch is stored, too."""
+def store_batch(path: str, topic: str, writer: str, records: Sequence[Record], batch: int) -> bool:
+    """Store the batch in one transaction, unless this writer stored it before (False). An empty batch is stored, too."""
     parts = partition_records(records, len(ends(path, topic)), batch)
-    append_once(path, topic, writer, batch, parts)
+    return append_once(path, topic, writer, batch, parts)
 
 
 def open_writer(options: Mapping[str, str]) -> BatchWriter:

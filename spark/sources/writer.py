@@ -13,7 +13,7 @@ from spark.sources.offsets import sync_before_commit
 
 BY_TIME = "by_time"
 """The option that sorts the records of a batch by their time. Spark sorts no stream."""
-Store = Callable[[list[Record], int], None]
+Store = Callable[[list[Record], int], object]
 """Stores the records of the batch with this number, durably. Raises BrokerError kinds: then Spark computes the batch again."""
 
 
