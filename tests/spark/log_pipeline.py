@@ -28,6 +28,7 @@ from spark.jobs.job import Job
 from spark.jobs.query import Query
 from spark.jobs.start_checks import adopt_checkpoint
 from spark.reports import BatchReport
+from spark.session import own_session
 from spark.settings import SelectedPipes, TransformSettings, load_pipes
 from spark.transforms.preparation import Prepared, prepare_pipes
 from tests.spark.stored_marks import StoredMarks
@@ -200,12 +201,13 @@ class LogPipeline(RunningJobs):
     def query(self, chosen: SelectedPipes) -> Iterator[Query]:
         """What a run of the pipe would work with; nothing runs."""
         prepared, broker = self.prepare(chosen), LogSparkBroker(str(self.log))
-        with open_checkpoint(self.session, self.checkpoints, "p") as checkpoint:
+        session = own_session(self.session)  # the claim on the checkpoint is one of its settings
+        with open_checkpoint(session, self.checkpoints, "p") as checkpoint:
             identity = adopt_checkpoint(
-                checkpoint, prepared, broker.identify(self.session, list(prepared.views)), self.marks
+                checkpoint, prepared, broker.identify(session, list(prepared.views)), self.marks
             )
             yield Query(
-                self.session,
+                session,
                 prepared,
                 broker,
                 checkpoint,
