@@ -234,7 +234,8 @@ class Job:
                 checkpoint.check_held()
 
     def _run_query(self, session: SparkSession, checkpoint: Checkpoint, topics: Mapping[str, str]) -> None:
-        if self._prepared.in_plan and hand_over_attempt(checkpoint, self._prepared.version):
+        one_source = len(self._prepared.views) == 1  # else a plan for each batch cannot use the checkpoint
+        if self._prepared.in_plan and one_source and hand_over_attempt(checkpoint, self._prepared.version):
             self._prepared = replace(self._prepared, in_plan=False)
             self._attempts = _attempts_of(self._prepared)
         tables = self._table_versions()
