@@ -2,14 +2,17 @@
 
 import os
 import re
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from py4j.protocol import Py4JJavaError, Py4JNetworkError  # type: ignore[import-untyped]
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import Observation, SparkSession
 from pyspark.sql import functions as f
+from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle, TimerValues
 
 import spark as package
 from spark import java
@@ -62,6 +65,27 @@ def test_plans(spark: SparkSession) -> None:
     java.check_streamable(stream.select("value"))
     with pytest.raises(AnalysisException):
         java.check_streamable(stream.groupBy("value").count())
+
+
+class Nothing(StatefulProcessor):
+    """Keeps no state, and returns nothing."""
+
+    def init(self, handle: StatefulProcessorHandle) -> None:
+        pass
+
+    def handleInputRows(self, key: Any, rows: Any, timerValues: TimerValues) -> Iterator[Any]:  # noqa: N802, N803
+        return iter(())
+
+    def close(self) -> None:
+        pass
+
+
+def test_state_processor(spark: SparkSession) -> None:
+    """If this fails, the mistakes of a transform with state of its own show in its first batch."""
+    frame = spark.range(3).groupBy("id").transformWithState(Nothing(), "id STRING", "Append", "None")
+    node = java.analyzed_plan(frame)
+    assert node.nodeName() == "TransformWithStateInPySpark"
+    assert isinstance(java.state_processor(node), Nothing)
 
 
 def test_observation(spark: SparkSession) -> None:

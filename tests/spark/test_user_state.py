@@ -167,6 +167,42 @@ def test_timers_by_the_clock_need_no_events(pipeline: LogPipeline) -> None:
     assert set(results(pipeline.out)) == {"silent-id-1", "silent-id-2"}
 
 
+FRAMES = """
+import pandas as pd
+from pyspark.sql import functions as f
+from pyspark.sql.streaming import StatefulProcessor
+
+class Count(StatefulProcessor):
+    def init(self, handle):
+        self._count = handle.getValueState("count", "n BIGINT")
+
+    def handleInputRows(self, key, rows, timerValues):
+        before = self._count.get()
+        n = (before[0] if before else 0) + sum(len(frame) for frame in rows)
+        self._count.update((n,))
+        yield pd.DataFrame({"id": [f"{key[0]}-{n}"], "n": [n]})
+
+    def close(self):
+        pass
+
+def count(clicks):
+    return clicks.select("user", f.col("event.id").alias("click")).groupBy("user").transformWithStateInPandas(
+        Count(), "id STRING, n BIGINT", outputMode="Append", timeMode="None")
+"""
+"""With pandas, and without timers."""
+
+
+def test_frames_of_pandas(pipeline: LogPipeline) -> None:
+    """If this fails, the documents promise more than there is."""
+    (pipeline.folder / "frames.py").write_text(FRAMES)
+    pipeline.start(pipeline.pipe(columns=CLICKS, python="frames.py:count", interval="50ms"))
+    send(pipeline, at(0, 0, user="ann"), at(1, 0, user="ann"))
+    send(pipeline, at(2, 0, user="ann"), at(3, 5, user="bob"))
+    wait_for(lambda: len(pipeline.out) == 3, "the results of two batches")
+    pipeline.stop()
+    assert set(results(pipeline.out)) == {"ann-2", "ann-3", "bob-1"}
+
+
 def refuse(pipeline: LogPipeline, chosen: SelectedPipes) -> str:
     settings, broker = TransformSettings(data=pipeline.folder), LogSparkBroker(str(pipeline.log))
     with pytest.raises(BadConfiguration) as caught:
