@@ -161,14 +161,14 @@ class ObserverFacts:
 class Checkpoint:
     """The checkpoint of a pipe's transform in the data folder. made: seconds since the epoch; None: there is none.
 
-    output_made: when the topic of its results was created, where the embedded log shows it. is_reset: an operator set an earlier
+    first_result: when the oldest stored result was stored, where the embedded log shows it. is_reset: an operator set an earlier
     checkpoint aside. has_identity: penstock.json is there; it is written before the mark that the transform has begun.
     """
 
     pipe: str
     path: Path
     made: float | None
-    output_made: float | None = None
+    first_result: float | None = None
     is_reset: bool = False
     has_identity: bool = False
 

@@ -1,7 +1,7 @@
 """The log for code without an event loop, such as Spark workers and drivers. Every function blocks and opens its own
 files, so it may be called from any process of the host, also from a forked one.
 
-Reading: `ends`, `read_range`. Writing: `append`; a whole batch once: `append_once`.
+Reading: `ends`, `first_stored`, `read_range`. Writing: `append`; a whole batch once: `append_once`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +12,7 @@ from services.core.broker.errors import OffsetOutOfRange
 from services.core.broker.log.clock import WallClock
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.row_format import Packed, pack_all
+from services.core.broker.log.sqlite_file import classified
 from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.log.topic_writer import Fence, TopicWriter
 from services.core.broker.record import Batch, Record
@@ -24,6 +25,16 @@ def ends(path: str | Path, topic: str) -> dict[int, PartitionRange]:
     """The range of each partition now. Raises UnknownTopic, DataDamaged, Unavailable."""
     with TopicReader(DataFolder.prepare(path), topic) as reader:
         return reader.ranges()
+
+
+def first_stored(path: str | Path, topic: str) -> float | None:
+    """When the oldest record of a partition that has some was stored, in seconds since the epoch; None: there is none.
+
+    Raises UnknownTopic, DataDamaged, Unavailable.
+    """
+    with TopicReader(DataFolder.prepare(path), topic) as reader, classified(topic):
+        row = reader.store.connection.execute("SELECT stored_ms FROM batches ORDER BY pos LIMIT 1").fetchone()
+    return None if row is None else row[0] / 1000
 
 
 def read_range(

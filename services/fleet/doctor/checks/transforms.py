@@ -19,8 +19,6 @@ NEW_S = 3600.0
 FAILED_S = 120.0
 STARTING = "starting"
 """A query that has not failed in this process yet, as /readyz says it."""
-FIRST_START_S = 180.0
-"""A new pipe has its topic first, and its checkpoint when Spark has started."""
 
 
 def find_checkpoints(facts: Facts) -> Iterator[Finding]:
@@ -60,7 +58,7 @@ def find_checkpoints(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 f"The checkpoint of the transform of {one.pipe} is new, and its results are older: it was lost.",
                 [
-                    f"{one.path} was made at {format_time(int(made * 1000))}, its topic {output_topic(one.pipe)} long before",
+                    f"{one.path} was made at {format_time(int(made * 1000))}, a result in {output_topic(one.pipe)} is older",
                     "the transform reads all stored events again; receivers get their results twice, with the same ids",
                 ],
                 f"penstock pause {one.pipe}   # then restore the checkpoint from the backup, or let it go on",
@@ -77,11 +75,11 @@ def find_checkpoints(facts: Facts) -> Iterator[Finding]:
 
 
 def _made_anew(facts: Facts, one: Checkpoint) -> float | None:
-    """When a checkpoint was made within the last hour that replaces a lost one. A reset is no loss."""
-    made, output = one.made, one.output_made
-    if made is None or output is None or one.is_reset or not facts.broker.ends.get(output_topic(one.pipe)):
+    """When a checkpoint was made within the last hour that replaces a lost one: it is newer than results. A reset is no loss."""
+    made, result = one.made, one.first_result
+    if made is None or result is None or one.is_reset:
         return None
-    return made if made > facts.now - NEW_S and made > output + FIRST_START_S else None
+    return made if made > facts.now - NEW_S and made > result else None
 
 
 def _problems(facts: Facts) -> Iterator[tuple[str, str]]:

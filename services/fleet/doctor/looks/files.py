@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from services.core.bearer import read_tokens
+from services.core.broker.errors import BrokerError
+from services.core.broker.log.blocking import first_stored
 from services.core.certificate import untils_of_pem
 from services.core.credentials import BadCredential, find_secret, read_tls, read_value
 from services.core.keys import load_keys
@@ -188,15 +190,14 @@ def look_at_checkpoints(facts: Facts) -> None:
             made = None
         asides = list(path.parent.glob(f"{name}.*")) if path.parent.is_dir() else []
         has_identity = (path / "penstock.json").exists()
-        found.append(Checkpoint(name, path, made, _output_made(facts, name), bool(asides), has_identity))
+        found.append(Checkpoint(name, path, made, _first_result(facts, name), bool(asides), has_identity))
     facts.checkpoints = tuple(found)
 
 
-def _output_made(facts: Facts, pipe: str) -> float | None:
-    """When the log's topic of the results was created: nobody writes to its lock file."""
+def _first_result(facts: Facts, pipe: str) -> float | None:
+    """When the oldest result that the log has was stored."""
     kind, _, root = facts.broker.url.partition("://")
-    lock = Path(root) / "topics" / f"{output_topic(pipe)}.lock"
     try:
-        return lock.stat().st_mtime if kind == "log" else None
-    except OSError:
+        return first_stored(root, output_topic(pipe)) if kind == "log" and Path(root).is_dir() else None
+    except BrokerError:  # the broker's own checks say what is wrong with it
         return None

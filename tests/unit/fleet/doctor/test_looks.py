@@ -4,6 +4,7 @@ import asyncio
 import datetime
 import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from email.utils import format_datetime
@@ -13,6 +14,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from services.core.broker.contract import TopicSpec
+from services.core.broker.log import blocking
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.topics import create_topic
+from services.core.broker.record import Record
 from services.core.certificate import untils_of_pem
 from services.core.listening import serve_app
 from services.core.pipes import PipeFile
@@ -157,6 +163,25 @@ def test_checkpoints_are_looked_for_where_they_are(tmp_path: Path, monkeypatch: 
         (tmp_path / "snapshot" / "0-penstock.yaml").write_text(f"transform: {{checkpoints: {setting}}}\n")
         look_at_checkpoints(facts)
         assert [one.path for one in facts.checkpoints] == expected
+
+
+def test_the_oldest_result_of_a_transform(tmp_path: Path) -> None:
+    """Broken: `penstock doctor` takes a checkpoint for lost because its topics were created by a start that failed."""
+    facts = Facts(NOW, tmp_path)
+    crm = {"name": "crm", "webhook": {"url": "https://e.org/"}}
+    pipe = {"sources": ["orders"], "transform": {"sql": "SELECT event FROM orders"}, "destinations": [crm]}
+    facts.pipes = PipeFile.model_validate({"streams": {"orders": {}}, "pipes": {"shop": pipe}})
+    folder = DataFolder.prepare(tmp_path / "log")
+    create_topic(folder, TopicSpec("shop.out", 2))
+    facts.broker.url = f"log://{tmp_path / 'log'}"
+    for stored in (False, True):
+        if stored:
+            before = time.time()
+            blocking.append(tmp_path / "log", "shop.out", {1: [Record(b"k", b"{}", 0)]})
+        look_at_checkpoints(facts)
+        (one,) = facts.checkpoints
+        assert one.first_result is None or (stored and before - 1 <= one.first_result <= time.time() + 1)
+        assert (one.first_result is not None) is stored
 
 
 def test_files_of_a_fleet(tmp_path: Path) -> None:
