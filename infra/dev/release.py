@@ -140,22 +140,13 @@ def build(version: str, folder: Path) -> list[Path]:
 
 def build_image(version: str, folder: Path) -> Path | None:
     """The file with the image's id. None, with the reason and the command, when none can be built here."""
-    digest = ROOT / "python.digest"
     command = ["build", "--file", "infra/container/Dockerfile", "--tag", f"penstock:{version}"]
     engine = next((name for name in ENGINES if is_running(name)), None)
-    if engine is None or not digest.exists():
-        why = (
-            "no container engine runs here (docker, podman)"
-            if engine is None
-            else "there is no python.digest (docs/fleet.md)"
-        )
-        print(f"The image was not built: {why}. Where one runs:")
-        print(
-            f'  git checkout v{version} && docker {" ".join(command)} --build-arg PYTHON_DIGEST="$(cat python.digest)" .'
-        )
+    if engine is None:
+        print("The image was not built: no container engine runs here (docker, podman). Where one runs:")
+        print(f"  git checkout v{version} && docker {' '.join(command)} .")
         return None
-    base = digest.read_text(encoding="utf-8").strip()
-    run(engine, *command, "--build-arg", f"PYTHON_DIGEST={base}", ".")
+    run(engine, *command, ".")
     found = folder / f"penstock-{version}.image.txt"
     found.write_text(
         f"penstock:{version} {run(engine, 'image', 'inspect', '--format', '{{.Id}}', f'penstock:{version}')}\n",
