@@ -31,9 +31,10 @@ REAL_TIME_BATCH_S = 15
 
 Events wait while Spark commits and plans the next batch, 0.2 to 0.6 s: with 5 s these were more than 5 % of them."""
 MODE_FILE = "mode.json"
-"""The mode of the last run, or IN_PLAN. Earlier versions do not write it: the checkpoint's `kind` says it there."""
+"""The mode of the last run, or MICRO_BATCH_IN_PLAN. Earlier versions do not write it: the checkpoint's `kind` says it there."""
 Mode = Literal["micro-batch", "real-time"]
-
+MICRO_BATCH_IN_PLAN = "in plan"
+"""In the note: micro-batches that are part of the streaming plan."""
 
 REFUSED = "STREAMING_REAL_TIME_MODE"
 """Spark's class of errors for what it cannot run in real-time mode."""
@@ -192,7 +193,7 @@ def enter_mode(query: Query, kind: str) -> None:
     """
     if not query.prepared.row_by_row:
         return
-    checkpoint, mode = query.checkpoint, IN_PLAN if query.prepared.in_plan else mode_of(query.prepared)
+    checkpoint, mode = query.checkpoint, MICRO_BATCH_IN_PLAN if query.prepared.in_plan else mode_of(query.prepared)
     newest = checkpoint.newest("commits")
     before = checkpoint.read_note(MODE_FILE, str) or ("micro-batch" if kind == PER_BATCH else "real-time")
     if before != mode:

@@ -28,7 +28,8 @@ from spark.master import MasterKind
 from spark.records import EVENT_TIME
 from spark.session import own_session, slots
 from spark.settings import SelectedPipes, TransformSettings
-from spark.transforms.preparation import Prepared, watermarks
+from spark.transforms.analysis import watermarks
+from spark.transforms.preparation import Prepared
 from spark.transforms.user_state import would_take_late_events
 
 log = structlog.get_logger()

@@ -1,14 +1,9 @@
-"""A pipe's transform, checked before a query starts; mistakes are reported with their line in the pipe file.
-
-Spark's analysed plan shows the kind of transform: whether it treats each event by itself, and whether its result is the same
-when a batch is computed again.
-"""
+"""A pipe's transform, checked before a query starts; mistakes are reported with their line in the pipe file."""
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
@@ -23,10 +18,17 @@ from spark.java import analyzed_plan
 from spark.records import EVENT, EVENT_TIME, RAW
 from spark.settings import SelectedPipes
 from spark.tables import ReferenceTable, has_map
+from spark.transforms.analysis import (
+    SOURCE_ALIAS,
+    check_repeatable,
+    is_stateless,
+    nondeterministic_parts,
+    why_not_real_time,
+)
 from spark.transforms.definition import Definition, load_definition
 from spark.transforms.output import BadTransform, OriginNumbering, OutShape
 from spark.transforms.outputs import OutputFilters
-from spark.transforms.plan_tree import items, walk
+from spark.transforms.plan_tree import walk
 from spark.transforms.state_plan import describe_state
 from spark.transforms.user_state import check_user_states, user_states
 from spark.transforms.view import SourceView
@@ -202,7 +204,7 @@ def prepare_pipe(
             filters=OutputFilters.of(pipe),
         )
         _ = out.apply(result).schema
-        _check_repeatable(result)
+        check_repeatable(result)
         check_user_states(states := user_states(result), pipe.transform)
         row_by_row = is_stateless(result)
         obstacle = "reads tables, which change" if tables else why_not_real_time(result, len(views))
@@ -312,136 +314,3 @@ def _parse_columns(ddl: str | None, *, timed: bool) -> StructType | None:
         if names.count(name) > 1:
             raise BadTransform(f"the column {name!r} is declared twice (names are the same in upper and lower case)")
     return columns
-
-
-SOURCE_ALIAS = "_penstock_source"
-"""The alias that marks the source frames of an analysis."""
-
-_ROW_BY_ROW = frozenset(
-    {
-        *("Project", "Filter", "Generate", "Union", "SubqueryAlias", "View", "ResolvedHint"),
-        *("LocalRelation", "LogicalRDD", "OneRowRelation", "Range"),
-        *("WithCTE", "CTERelationDef", "CTERelationRef"),
-        *("MapInArrow", "MapInPandas", "PythonMapInArrow"),
-    }
-)
-_DROPPING = {
-    "GlobalLimit": "LIMIT",
-    "LocalLimit": "LIMIT",
-    "Offset": "OFFSET",
-    "Tail": "tail",
-    "Sample": "TABLESAMPLE",
-    "Distinct": "DISTINCT",
-    "Deduplicate": "dropDuplicates",
-    "DeduplicateWithinWatermark": "dropDuplicatesWithinWatermark",
-}
-_SOURCE_SIDE = {
-    "Inner": "any",
-    "Cross": "any",
-    "LeftOuter": "left",
-    "LeftSemi": "left",
-    "LeftAnti": "left",
-    "RightOuter": "right",
-}
-
-
-def _check_repeatable(result: DataFrame) -> None:
-    """Raise BadTransform when a batch that is computed again may have other results, or others left out."""
-    if parts := nondeterministic_parts(result):
-        raise BadTransform(
-            f"gives another result when a batch is computed again after a crash: {', '.join(parts)}. "
-            "Try: deriving ids and values from the event"
-        )
-    if parts := dropping_parts(result):
-        raise BadTransform(
-            f"would leave out events by chance: {', '.join(parts)}. Try: WHERE, or deduplicate_within for duplicates"
-        )
-
-
-def is_stateless(result: DataFrame) -> bool:
-    """Whether each row of the result comes from one event, and from no state of other events.
-
-    Such a transform may run on each micro-batch by itself. It may join tables that are not sources.
-    """
-    return _is_row_by_row(analyzed_plan(result))
-
-
-def why_not_real_time(result: DataFrame, sources: int) -> str:
-    """Why Spark's real-time mode cannot run this transform, as the end of a sentence; empty when it can, as far as is known.
-
-    Spark has a list of the operators that it allows. sources: of the pipe.
-    """
-    plan = analyzed_plan(result)
-    if any(node.nodeName() == "Join" for node in walk(plan)):
-        return "joins tables, and real-time mode does not read them again"
-    if _count_reads(plan, {}) > sources:
-        return "reads a source more than once, which real-time mode cannot"
-    return ""
-
-
-def _count_reads(plan: Any, shared: dict[int, Any]) -> int:
-    """How often the sources are read. shared: the plans of WITH clauses, by id: each reference reads again."""
-    name = str(plan.nodeName())
-    if name == "SubqueryAlias" and plan.alias() == SOURCE_ALIAS:
-        return 1
-    if name == "CTERelationRef":
-        return _count_reads(shared[plan.cteId()], shared)
-    if name == "WithCTE":
-        shared = shared | {each.id(): each.child() for each in items(plan.cteDefs())}
-        return _count_reads(plan.plan(), shared)
-    below = [*items(plan.children()), *items(plan.subqueries())]
-    return sum(_count_reads(child, shared) for child in below)
-
-
-def dropping_parts(result: DataFrame) -> list[str]:
-    """Operators that leave out events by their number or because of others: on a stream, by chance."""
-    return sorted(
-        {_DROPPING[name] for node in walk(analyzed_plan(result)) if (name := str(node.nodeName())) in _DROPPING}
-    )
-
-
-def nondeterministic_parts(result: DataFrame) -> list[str]:
-    """Expressions that give another result when a batch is computed again, such as rand() and uuid()."""
-    found = []
-    for node in walk(analyzed_plan(result)):
-        found += [str(part.sql())[:100] for part in items(node.expressions()) if not part.deterministic()]
-    return found
-
-
-def watermarks(result: DataFrame) -> set[str]:
-    """The columns over which a streaming result has watermarks."""
-    return {
-        str(node.eventTime().name()) for node in walk(analyzed_plan(result)) if node.nodeName() == "EventTimeWatermark"
-    }
-
-
-def _is_row_by_row(plan: Any) -> bool:
-    named = _named_queries_of_sources(plan)
-    for node in walk(plan):
-        name = str(node.nodeName())
-        if name == "Join":
-            left, right = (_reads_sources(child, named) for child in items(node.children()))
-            side = _SOURCE_SIDE.get(str(node.joinType().toString()).rstrip("$"))
-            if (left and right) or side is None or (left and side == "right") or (right and side == "left"):
-                return False
-        elif name not in _ROW_BY_ROW and _reads_sources(node, named):
-            return False
-    return True
-
-
-def _named_queries_of_sources(plan: Any) -> set[int]:
-    """The ids of those queries of WITH clauses that read sources, also through other such queries."""
-    queries = {int(node.id()): node for node in walk(plan) if node.nodeName() == "CTERelationDef"}
-    found: set[int] = set()
-    while more := {name for name, query in queries.items() if name not in found and _reads_sources(query, found)}:
-        found |= more
-    return found
-
-
-def _reads_sources(plan: Any, named: Collection[int]) -> bool:
-    """named: `_named_queries_of_sources`."""
-    return any(
-        (node.nodeName() == "SubqueryAlias" and node.alias() == SOURCE_ALIAS)
-        or (node.nodeName() == "CTERelationRef" and int(node.cteId()) in named)
-        for node in walk(plan)
-    )
