@@ -2,8 +2,18 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn, Protocol
 
 import structlog
@@ -15,6 +25,7 @@ from services.core.broker.errors import BrokerError, DataDamaged, NotOwner, Offs
 from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.record import Batch, Damage, TopicPartition
 from services.core.lifecycle import wait_for_stop
+from services.core.progress import Step
 
 log = structlog.get_logger()
 
@@ -85,6 +96,10 @@ class Processor(Protocol):
     def update_metrics(self) -> None:
         """Called at every commit interval, and after `Membership.commit_soon`."""
 
+    def steps(self) -> Iterable[Step]:
+        """What it does now and must end soon by itself, for the `ProgressWatch`. Nothing while it waits for anything else: for
+        records, a time, a receiver that is down or throttled, a pause, or a commit."""
+
 
 class Membership:
     """One membership in a consumer group. The words, once:
@@ -119,6 +134,9 @@ class Membership:
         self._soon = asyncio.Event()
         self._over = asyncio.Event()
         self._is_failing_to_commit = False
+        self._polls = self._commits = 0
+        """How many were begun."""
+        self._is_polling = self._is_committing = False
         self._stuck: set[TopicPartition] = set()
         """Partitions in which records are missing."""
         self._revoked: set[TopicPartition] = set()
@@ -144,6 +162,14 @@ class Membership:
         if self._consumer is not None and source not in self._stuck:
             self._consumer.resume([source])
 
+    def steps(self) -> Iterator[Step]:
+        """For the `ProgressWatch`."""
+        if self._is_polling:
+            yield Step("a poll has not ended", self._polls)
+        if self._is_committing:
+            yield Step("a report or its commit has not ended", self._commits)
+        yield from self._processor.steps()
+
     async def run(self, consumer: Consumer, stopping: asyncio.Event, drain: float) -> bool:
         """Until `stopping` or `end`. Then drain within `drain` seconds, and commit within REVOKE_WAIT_S more. Returns whether the
         drain time was enough. Raises an ExceptionGroup when the membership cannot continue.
@@ -159,6 +185,7 @@ class Membership:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 for task in (polling, *ends):
                     task.cancel()
+                self._is_polling = False
                 is_drained = await self._processor.drain(drain)
             finally:  # also when a task failed: no timer may start work in a group that is over
                 self._processor.stop()
@@ -188,7 +215,10 @@ class Membership:
     async def _poll(self, consumer: Consumer) -> NoReturn:
         processor, is_failing = self._processor, False
         while True:
+            self._is_polling = False
             room = min(await processor.wait_for_room(), _MAX_POLL_RECORDS)
+            self._polls += 1
+            self._is_polling = True
             consumer.pause({source for source in consumer.assignment() if not processor.reads(source.topic)})
             try:
                 batches = await consumer.poll(max_records=room, max_wait=_POLL_WAIT_S)
@@ -200,7 +230,7 @@ class Membership:
                     raise
                 if not is_failing:
                     log.warning("poll_failed", group=self._group, error=str(error))
-                is_failing = True
+                is_failing, self._is_polling = True, False
                 await asyncio.sleep(_POLL_ERROR_WAIT_S)
                 continue
             is_failing = False
@@ -280,7 +310,7 @@ class Membership:
         """Raises BrokerError kinds but NotOwner, which is counted."""
         assert self._consumer is not None
         tracker = self._processor.tracker
-        async with self._committing:
+        async with self._begin_commit():
             marks = tracker.committable()
             refused: set[TopicPartition] = set()
             await self._processor.ledger.report()
@@ -295,6 +325,17 @@ class Membership:
                 self._disown(refused - self._consumer.assignment())
             tracker.record_commit(marks, refused=refused)
             self._processor.committed()
+
+    @asynccontextmanager
+    async def _begin_commit(self) -> AsyncIterator[None]:
+        """One at a time."""
+        async with self._committing:
+            self._commits += 1
+            self._is_committing = True
+            try:
+                yield
+            finally:
+                self._is_committing = False
 
     async def _keep_measuring(self, consumer: Consumer) -> NoReturn:
         while True:
@@ -345,6 +386,7 @@ class GroupMember:
         self._make_processor, self._find_topics = make_processor, find_topics
         self._commit_interval, self._set_up = commit_interval, set_up
         self._retry = Backoff(_REJOIN_WAIT_S, _MAX_REJOIN_WAIT_S)
+        self._membership: Membership | None = None
         self.waits_for: str | None = "has not joined its group yet"
         """Why it is not in its group, for a person; None while it is."""
         self.is_drained = True
@@ -365,6 +407,10 @@ class GroupMember:
                 await self._retry.wait(stopping)
         self._set_up(False)
 
+    def steps(self) -> Iterable[Step]:
+        """For the `ProgressWatch`: none while it is not in its group."""
+        return () if self._membership is None else self._membership.steps()
+
     async def _join(self, stopping: asyncio.Event, drain: float) -> None:
         topics = await self._find_topics()
         if not topics:
@@ -377,7 +423,11 @@ class GroupMember:
             self._retry.reset()
             self.waits_for = None
             self._set_up(True)
-            self.is_drained = await membership.run(consumer, stopping, drain)
+            self._membership = membership
+            try:
+                self.is_drained = await membership.run(consumer, stopping, drain)
+            finally:
+                self._membership = None
 
     def _count_failure(self, errors: BaseExceptionGroup[Exception]) -> BaseException:
         """Returns the first cause. Logs failures 1, 2, 4, 8 and so on of a series."""

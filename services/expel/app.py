@@ -10,6 +10,7 @@ from services.core.broker.producer import Producer
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.pauses import Pauses
+from services.core.progress import ProgressWatch
 from services.core.startup import Readiness, open_when_reachable, raise_file_limit, tune_garbage_collector
 from services.expel.plan import LaneBuilder, read_plan, touched_topics, watch_secrets
 from services.expel.removed import RemovedLane, RemovedPipe
@@ -29,9 +30,11 @@ async def start(settings: ExpelSettings, supervision: Supervision) -> None:
         sum(plan.destination.webhook.concurrency for plan in plans if plan.destination.webhook is not None)
     )
     tune_garbage_collector()
-    readiness, stopping = Readiness(), supervision.stopping
+    readiness, progress, stopping = Readiness(), ProgressWatch(), supervision.stopping
     async with AsyncExitStack() as stack:
-        management = await stack.enter_async_context(serve_management(settings.management, readiness.why_not))
+        management = await stack.enter_async_context(
+            serve_management(settings.management, readiness.why_not, why_not_alive=progress.why_not_alive)
+        )
         log.info("started", management=management, lanes=len(plans))
         broker = await open_when_reachable(
             stack, settings.broker, stopping, topics=touched_topics(plans), on_wait=readiness.set_reason
@@ -59,6 +62,8 @@ async def start(settings: ExpelSettings, supervision: Supervision) -> None:
         removed += [
             RemovedPipe(broker, producer, pipe, choice, plan.removed) for pipe, choice in plan.removed_pipes.items()
         ]
+        progress.find = lambda: (step for one in (*lanes, *removed) for step in one.steps())
+        supervision.run(progress.run(stopping), "watch over the lanes")
         readiness.reason = None
         drain = settings.drain * _DRAIN_SHARE
         running = [supervision.run(lane.run(stopping, drain), f"lane {lane.name}") for lane in lanes]

@@ -5,7 +5,7 @@ For each event only lists are sliced. For each request a worker runs once.
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, TopicPartition
 from services.core.consuming import Membership
 from services.core.ledger.report import Span
+from services.core.progress import LIMIT_S, Step
 from services.core.topic_names import parked_topic, retry_topic
 from services.expel.dedup import RetryTakeover, RetryTopicFilter
 from services.expel.delivery import Delivery, Rendered, Unreadable
@@ -52,9 +53,9 @@ class LaneConfig:
     The bytes of an event are those of its record's key, value and headers and of its part of a body. concurrency: requests at
     once. max_wait: seconds that an event waits for its request to fill up. rate: events per second. keyed: later events of a
     key wait for earlier ones. schedule: seconds before each round of the retry topic; empty: no rounds. serial: one request at
-    a time, including its retries. version: of the pipe's definition. siblings: the pipe's destinations, including this one;
-    the lane counts events of other destinations in its retry and parked topics. None: another lane counts them.
-    outputs: None where the pipe has one output only.
+    a time, including its retries. timeout: seconds of one request; 0 for a stream. version: of the pipe's definition. siblings:
+    the pipe's destinations, including this one; the lane counts events of other destinations in its retry and parked topics.
+    None: another lane counts them. outputs: None where the pipe has one output only.
     """
 
     pipe: str
@@ -69,6 +70,7 @@ class LaneConfig:
     keyed: bool = False
     schedule: tuple[float, ...] = ()
     serial: bool = False
+    timeout: float = 0.0
     version: str = ""
     siblings: frozenset[str] | None = None
     outputs: OutputFilter | None = None
@@ -122,6 +124,9 @@ class Dispatcher:
         self._stopped = self._replaying = self._held = False
         self._park_reason: str | None = None
         self._hold_until = 0.0
+        self._ended = self._waits = 0
+        """Attempts that ended; waits for room that began."""
+        self._is_waiting = False
         self._progress = asyncio.Event()
 
     def open(self, membership: Membership, tasks: asyncio.TaskGroup) -> Iterable[Coroutine[Any, Any, None]]:
@@ -172,14 +177,32 @@ class Dispatcher:
         self._throttle.update_gauge()
         self._metrics.flush()
 
+    def steps(self) -> Iterator[Step]:
+        """None of them is stuck while the receiver is down or slow: an attempt ends in time, and waits have a timer."""
+        if self._sending:
+            # Twice: the request is repeated with a new token when the receiver refuses the first one.
+            yield Step("no request has ended", self._ended, LIMIT_S + 2 * self._config.timeout)
+        if len(self._side_topics):
+            yield Step("no write to a side topic has ended", self._side_topics.tries)
+        if self._is_waiting and self.room():
+            yield Step("it does not poll although it has room", self._waits)
+        is_idle = not (self._sending or len(self._side_topics) or self._queue.is_timed)
+        if is_idle and self._limit.events and not (self._stopped or self._held or self.gone.is_set()):
+            yield Step("events are due and are not sent", self._ended)
+
     def room(self) -> int:
         """How many more events may be accepted now; 0 until a fair part of the lane is free."""
         return self._limit.room(self.tracker.held(), self.tracker.uncommitted())
 
     async def wait_for_room(self) -> int:
-        while not (room := self.room()):
-            self._progress.clear()
-            await self._progress.wait()
+        self._waits += 1
+        self._is_waiting = True
+        try:
+            while not (room := self.room()):
+                self._progress.clear()
+                await self._progress.wait()
+        finally:
+            self._is_waiting = False
         return room
 
     async def prepare(self, polled: Collection[TopicPartition], assigned: Collection[TopicPartition]) -> None:
@@ -279,6 +302,7 @@ class Dispatcher:
             raise
         finally:
             self._sending.discard(delivery)
+            self._ended += 1
         self._throttle.end(delivery, outcome)
         self._conclude(delivery, outcome)
         self._progress.set()

@@ -1,11 +1,12 @@
 """A destination's lane: its own consumer group, connections and limits, so that no destination holds up another."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from services.core.broker.contract import Broker, Start
 from services.core.consuming import GroupMember
 from services.core.lifecycle import wait_for_stop
+from services.core.progress import Step
 from services.core.topic_names import delivery_group, lane_name
 from services.expel.dispatcher import Dispatcher
 from services.expel.metrics import LaneMetrics
@@ -61,6 +62,10 @@ class Lane:
     def is_drained(self) -> bool:
         """Whether all events in flight were settled at the end."""
         return self._member.is_drained
+
+    def steps(self) -> Iterator[Step]:
+        """For the `ProgressWatch`."""
+        return (step._replace(what=f"{self.name}: {step.what}") for step in self._member.steps())
 
     async def run(self, stopping: asyncio.Event, drain: float) -> None:
         """Until `stopping`; then drains within about `drain` seconds. Broker failures are waited out, never raised."""

@@ -309,6 +309,7 @@ class LaneBuilder:
             max(self._lane_bytes, batch.max_bytes),
             webhook.rate,
             keyed=webhook.order == "key",
+            timeout=webhook.timeout,
             schedule=tuple(webhook.schedule) if is_retried(destination) else (),
         )
 

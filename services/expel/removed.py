@@ -10,7 +10,7 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Collection, Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -29,6 +29,7 @@ from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.consuming import GroupMember, Membership
 from services.core.lifecycle import wait_for_stop
 from services.core.pipes import LANE_PATTERN, Removed
+from services.core.progress import Step
 from services.core.retry_state import unwrap, wrap
 from services.core.topic_names import dead_letter_topic, delivery_group, lane_name, parked_topic, retry_topic
 from services.core.waiting import lane_of
@@ -68,6 +69,10 @@ class RemovedLane:
         """Until `stopping`; then finish polled records within `drain` seconds. Broker failures are waited out."""
         await self._member.run(stopping, drain)
 
+    def steps(self) -> Iterator[Step]:
+        """For the `ProgressWatch`."""
+        return (step._replace(what=f"removed {self.name}: {step.what}") for step in self._member.steps())
+
     async def _find_topics(self) -> list[str]:
         existing = await self._broker.admin.topics()
         return [topic for topic in self._topics if topic in existing]
@@ -83,6 +88,7 @@ class RemovedPipe:
         self.name = pipe
         self._broker, self._producer, self._choice = broker, producer, choice
         self._lanes = set(known)
+        self._running: list[RemovedLane] = []
         self._read: dict[TopicPartition, int] = {}
 
     async def run(self, stopping: asyncio.Event, drain: float) -> None:
@@ -93,6 +99,7 @@ class RemovedPipe:
                 try:
                     for lane in await self._find_lanes():
                         one = RemovedLane(self._broker, self._producer, lane, self._choice)
+                        self._running.append(one)
                         running.create_task(one.run(stopping, drain), name=f"removed {lane}")
                     is_failing = False
                 except BrokerError as error:
@@ -100,6 +107,10 @@ class RemovedPipe:
                         log.warning("removed_unreadable", pipe=self.name, error=str(error), hint="it is tried again")
                     is_failing = True
                 await wait_for_stop(stopping, _FIND_LANES_S)
+
+    def steps(self) -> Iterator[Step]:
+        """For the `ProgressWatch`."""
+        return (step for lane in self._running for step in lane.steps())
 
     async def _find_lanes(self) -> list[str]:
         """The lanes that no earlier call returned. Reads the new records of the topics."""
@@ -129,6 +140,9 @@ class RemovedProcessor:
             topic: RetryTopicFilter(pipe, destination) for topic in (retry_topic(pipe), parked_topic(pipe))
         }
         self._queue: deque[Batch] = deque()
+        self._tries = 0
+        """Writes that ended, well or not."""
+        self._is_writing = False
         self._changed = asyncio.Event()
         self.tracker, self.ledger = OffsetTracker(), LaneLedger()  # these events were reported when they began to wait
 
@@ -172,13 +186,22 @@ class RemovedProcessor:
     def update_metrics(self) -> None:
         """Its metrics are counters."""
 
+    def steps(self) -> Iterator[Step]:
+        if self._is_writing:
+            yield Step("a write has not ended", self._tries)
+
     async def _work(self, membership: Membership) -> None:
         while True:
             while not self._queue:
                 self._changed.clear()
                 await self._changed.wait()
             batch = self._queue[0]
-            await self._write(batch)
+            self._is_writing = True
+            try:
+                await self._write(batch)
+            finally:
+                self._is_writing = False
+            self._tries += 1
             if self._queue and self._queue[0] is batch:  # it was not revoked since
                 self.tracker.settle(batch.source, batch.offsets)
                 await membership.commit()
@@ -260,6 +283,7 @@ class RemovedProcessor:
         """Wait before the next try. Raises an error that is not the broker's."""
         if not isinstance(error, BrokerError):
             raise error
+        self._tries += 1
         if retry.fail():
             log.warning("removed_unwritten", lane=self._lane, topic=topic, error=str(error), hint="it is tried again")
         await retry.wait()

@@ -61,6 +61,11 @@ class SendQueue:
         """The number of requests that wait for their next attempt."""
         return len(self._retries)
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether `on_due` will be called."""
+        return self._timer is not None
+
     def add(self, polled: Delivery) -> None:
         """Events of one polled batch, for their first request."""
         self._new.add(polled)

@@ -75,6 +75,11 @@ class SideTopicWriter:
         """The number of records that are not durable yet."""
         return sum(map(len, self._all))
 
+    @property
+    def tries(self) -> int:
+        """The number of appends that ended, well or not."""
+        return sum(outbox.tries for outbox in self._all)
+
     def open(self, group: asyncio.TaskGroup) -> None:
         """From now on tasks run in this group."""
         self._group = group
@@ -170,6 +175,8 @@ class Outbox:
     ) -> None:
         self._producer, self._topic, self._stored, self._too_large = producer, topic, stored, too_large
         self._waiting: list[SideRecord] = []
+        self.tries = 0
+        """The number of appends that ended, well or not."""
         self._task: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
@@ -202,6 +209,7 @@ class Outbox:
             while self._waiting:
                 batch = self._waiting[:_BATCH]
                 failed = await send_by_key(self._producer, self._topic, [record.record for record in batch])
+                self.tries += 1
                 self._settle(len(batch), failed)
                 if not failed:
                     if retry.failures:

@@ -13,6 +13,7 @@ from services.core.ledger.report import TELEMETRY
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.pipes import PipeFile, load_pipes
+from services.core.progress import ProgressWatch
 from services.core.startup import Readiness, open_when_reachable
 from services.core.topic_names import RETRIER_DEAD, RETRIER_GROUP
 from services.core.yaml_source import BadConfiguration
@@ -29,12 +30,14 @@ _DRAIN_SHARE = 0.6
 
 async def start(settings: RetrierSettings, supervision: Supervision) -> None:
     """Run until the stop, then drain. Raises BadConfiguration."""
-    readiness, stopping = Readiness(), supervision.stopping
+    readiness, progress, stopping = Readiness(), ProgressWatch(), supervision.stopping
     pipes = await asyncio.to_thread(_read_pipes, settings.pipes)
     if pipes is not None:
         show_expected(pipes, ledger=settings.ledger)
     async with AsyncExitStack() as stack:
-        management = await stack.enter_async_context(serve_management(settings.management, readiness.why_not))
+        management = await stack.enter_async_context(
+            serve_management(settings.management, readiness.why_not, why_not_alive=progress.why_not_alive)
+        )
         log.info("started", management=management)
         broker = await open_when_reachable(
             stack,
@@ -51,6 +54,8 @@ async def start(settings: RetrierSettings, supervision: Supervision) -> None:
         ledger = RetrierLedger(producer if settings.ledger else None, group)
         retrier = make_retrier(broker, producer, SteadyClock(), ledger, pipes)
         readiness.check, readiness.reason = lambda: retrier.waits_for, None
+        progress.find = retrier.steps
+        supervision.run(progress.run(stopping), "watch over the retrier")
         running = supervision.run(retrier.run(stopping, settings.drain * _DRAIN_SHARE), "retrier")
         await stopping.wait()
         readiness.reason = "stopping"

@@ -104,11 +104,13 @@ class DelayQueue:
 
     All records of a delay topic wait equally long, so the first one read is the first to leave, and the others can stay in the
     topic. Records are settled in order, so a crash repeats only the current move. busy: popped records are being moved.
+    committing: they were moved. moves: how many have ended.
     """
 
     def __init__(self, source: TopicPartition) -> None:
         self.source = source
-        self.busy = False
+        self.busy = self.committing = False
+        self.moves = 0
         self._delay = DELAY_BY_TOPIC[source.topic]
         self._waiting: deque[Waiting] = deque()
         self._bytes = 0
@@ -143,6 +145,10 @@ class DelayQueue:
     def is_full(self) -> bool:
         """Whether no more should be polled for now."""
         return len(self._waiting) >= MAX_EVENTS or self._bytes >= MAX_BYTES
+
+    def is_ready(self, now: int) -> bool:
+        """Whether the first record may leave."""
+        return bool(self._waiting) and self._waiting[0].wake <= now
 
     @property
     def has_room(self) -> bool:

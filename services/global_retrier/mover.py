@@ -1,6 +1,7 @@
 """Moves records to their next topic, by the time left until each is due: a delay topic, its retry topic or the dead letters."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 
 import structlog
@@ -23,7 +24,7 @@ _BASE_WAIT, _MAX_WAIT = 0.1, 5.0
 
 
 class Mover:
-    """Shared by all delay queues; keeps nothing between two moves. Safe for concurrent use."""
+    """Shared by all delay queues; keeps no records between two moves. Safe for concurrent use."""
 
     def __init__(
         self,
@@ -35,6 +36,8 @@ class Mover:
     ) -> None:
         self._producer, self._admin, self._metrics, self._clock = producer, admin, retrier_metrics, clock
         self.ledger = ledger or RetrierLedger(None)
+        self.tries = Counter[TopicPartition]()
+        """Appends that ended, well or not, by where the records came from."""
 
     async def move(self, source: TopicPartition, items: Sequence[Waiting]) -> None:
         """Returns when all are durable in their next topic.
@@ -70,6 +73,7 @@ class Mover:
     ) -> list[Waiting]:
         """One try. Returns the items that are not stored, changed where another try needs it."""
         failed = await send_by_key(self._producer, topic, [_make_record(source, topic, item, now) for item in items])
+        self.tries[source] += 1
         self._count(topic, [item for index, item in enumerate(items) if index not in failed], now)
         if not failed:
             return []

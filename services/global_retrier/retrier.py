@@ -1,7 +1,7 @@
 """The global retrier as a member of its group: it polls ahead, moves each record at its time, and commits after each move."""
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from services.core import metrics
@@ -11,6 +11,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, TopicPartition
 from services.core.consuming import GroupMember, Membership
 from services.core.pipes import PipeFile
+from services.core.progress import Step
 from services.core.topic_names import RETRIER_GROUP
 from services.global_retrier.dedup import MoveTakeover
 from services.global_retrier.delay_queue import DELAY_BY_TOPIC, Clock, DelayQueue
@@ -94,8 +95,10 @@ class RetrierProcessor:
             self._mover.record_moved([item for item in items if item.offset in moved])
             await self._mover.move(queue.source, [item for item in items if item.offset not in moved])
             self.tracker.settle(queue.source, [item.offset for item in items])
+            queue.committing = True
             await membership.commit()
-            queue.busy = False
+            queue.busy = queue.committing = False
+            queue.moves += 1
             if queue.has_room and self.queues.get(queue.source) is queue:
                 membership.resume(queue.source)
 
@@ -134,6 +137,16 @@ class RetrierProcessor:
 
     def committed(self) -> None:
         """Each move commits itself."""
+
+    def steps(self) -> Iterator[Step]:
+        """A move is repeated while the broker is away: each try is a step. A commit is a step of the membership."""
+        now = self._clock.now_ms()
+        for source, queue in self.queues.items():
+            token = queue.moves, self._mover.tries[source]
+            if queue.busy and not queue.committing:
+                yield Step(f"{source.topic}[{source.partition}]: a move has not ended", token)
+            elif not queue.busy and queue.is_ready(now):
+                yield Step(f"{source.topic}[{source.partition}]: events are due and are not moved", token)
 
     def update_metrics(self) -> None:
         self._metrics.set_next_due(self.queues.values())

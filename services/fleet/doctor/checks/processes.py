@@ -110,7 +110,8 @@ def _missing(facts: Facts) -> Iterator[Finding]:
     pipes = facts.pipes
     if pipes is None or facts.stopped or not facts.instances or any(not one.service for one in facts.instances):
         return
-    wanted = {service for service, _ in list_expected(pipes, ledger=bool(facts.observer.address))}
+    observed = any(facts.series("penstock_fleet_expected", service="observer"))  # elsewhere its address may be unknown
+    wanted = {service for service, _ in list_expected(pipes, ledger=observed or bool(facts.observer.address))}
     for service in FLOW:
         if service in wanted and not facts.of(service):
             names = ", ".join(one.name for one in facts.instances)

@@ -541,6 +541,13 @@ def test_a_list_of_processes_without_a_service() -> None:
 
     assert "expel" in broken(remove).causes[0].finding.what
 
+    def remove_observer(facts: Facts) -> None:
+        facts.instances = [one for one in facts.instances if one.service != "observer"]
+        facts.observer.address, facts.observer.pipes = "", ()  # the address of an observer elsewhere need not be known
+        count(instance(facts, "ingest"), "penstock_fleet_expected", {"service": "observer", "pipe": ""}, 1, 1)
+
+    assert "observer" in broken(remove_observer).causes[0].finding.what
+
 
 def test_commands_at_a_broker_with_a_prefix() -> None:
     """Broken: the doctor's command asks for a stream, or connects to a port, that is not there."""

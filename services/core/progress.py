@@ -1,0 +1,77 @@
+"""Finds work that makes no progress although it must end soon by itself: a lane that hangs. `/healthz` then asks for a new
+process.
+
+A processor names its present steps. The same step at many looks in a row is stuck. Looks are counted, not seconds: a process
+that was stopped, or a machine that was suspended, has missed looks and is not stuck.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import structlog
+
+from services.core.lifecycle import wait_for_stop
+
+log = structlog.get_logger()
+
+LOOK_S = 5.0
+LIMIT_S = 180.0
+"""Longer than any step that the broker or the network can delay: each of those has a time-out of its own, below a minute."""
+
+
+class Step(NamedTuple):
+    """Something that ends soon by itself, whatever the broker or a receiver does, unless there is a fault in this process.
+
+    what: for a person; one step of that name at a time. token: differs for the next step. limit: seconds.
+    """
+
+    what: str
+    token: object
+    limit: float = LIMIT_S
+
+
+class _Seen(NamedTuple):
+    step: Step
+    looks: int
+
+
+class ProgressWatch:
+    """The watch of one service. find: the present steps; called for each look, so it must be cheap. Not thread-safe."""
+
+    def __init__(self, find: Callable[[], Iterable[Step]] = tuple) -> None:
+        self.find = find
+        self._seen: dict[str, _Seen] = {}
+        self._logged: set[str] = set()
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Look every LOOK_S seconds until `stopping`."""
+        while not stopping.is_set():
+            self.look()
+            await wait_for_stop(stopping, LOOK_S)
+
+    def look(self) -> None:
+        """Compare the present steps with those of the last look. Logs each that becomes stuck, once."""
+        seen: dict[str, _Seen] = {}
+        for step in self.find():
+            before = self._seen.get(step.what)
+            is_same = before is not None and before.step.token == step.token
+            seen[step.what] = _Seen(step, before.looks + 1 if before is not None and is_same else 0)
+        self._seen = seen
+        stuck = {one.step.what for one in seen.values() if _is_stuck(one)}
+        for what in stuck - self._logged:
+            log.error(
+                "no_progress",
+                what=what,
+                hint="/healthz is 503 until it moves: penstock up or the platform starts this process again. Nothing is lost",
+            )
+        self._logged = stuck
+
+    def why_not_alive(self) -> str | None:
+        """What is stuck, for a person; None: nothing."""
+        stuck = next((one for one in self._seen.values() if _is_stuck(one)), None)
+        return None if stuck is None else f"{stuck.step.what} (for {stuck.looks * LOOK_S:.0f} s)"
+
+
+def _is_stuck(one: _Seen) -> bool:
+    return one.looks * LOOK_S >= one.step.limit
