@@ -1,6 +1,7 @@
 """A client of the observer's API, and the table of its answers."""
 
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,36 +71,72 @@ async def ask(
 
 
 def loss_table(body: dict[str, Any]) -> Table:
-    """body: the answer to GET /v1/pipes/{pipe}/loss, with at least one minute."""
+    """One row per minute. body: the answer to GET /v1/pipes/{pipe}/loss, with at least one minute."""
     rows = body["minutes"]
-    steps = [step["node"] + (f" to {step['destination']}" if step["destination"] else "") for step in rows[-1]["steps"]]
-    rare = [outcome for outcome in ("filtered", "skipped", "unknown") if any(_count(row, outcome) for row in rows)]
-    columns = ("minute", "accepted", *steps, *rare, "waiting", "loss", "state")
-    table = make_table(*columns, right=columns[1:-1], text=["state"], below=steps)
+    found = dict.fromkeys(
+        (step["node"], step["destination"]) for row in rows for step in row["steps"] if step["missing"]
+    )
+    where = [_label(node, destination) for node, destination in found]
+    headings = [f"missing at {one}" for one in where] or ["missing"]
+    columns = ("minute", "accepted", *headings, "waiting", "loss", "state")
+    table = make_table(*columns, right=columns[1:-1], text=["state"], below=headings)
     for row in rows:
         style = _style(row["final_loss"], row, body["threshold"])
         state = "final" if row["final"] else row["why_open"]
         late = f", {row['late']} settled late" if row["late"] else ""
         if (planned := row.get("planned")) is not None:  # an older observer does not say
             late += f", planned: {planned['kind']} by {planned['by'] or 'somebody'}"
-        missing = [_missing(step, row, body["threshold"]) for step in row["steps"]]
-        counts = [str(_count(row, outcome)) for outcome in rare] + [str(row["waiting"])]
-        cells = [row["minute"], str(row["accepted"]), *missing, *counts]
+        steps = {(step["node"], step["destination"]): step for step in row["steps"]}
+        missing = [_missing(steps.get(one), row, body["threshold"]) for one in found] or [Text("0")]
         loss = row["final_loss"] or row["loss"]  # the final loss first, then the loss that may still shrink
+        cells = (row["minute"], str(row["accepted"]), *missing, str(row["waiting"]))
         table.add_row(*cells, Text(f"{loss:.2%}", style=style), Text(state + late))
     return table
 
 
-def _count(row: dict[str, Any], outcome: str) -> int:
-    """The events with this outcome, summed over the steps. filtered: only those of destinations, which are in other outputs.
-    skipped: by an operator. unknown: only a newer version knows it."""
-    steps = [step for step in row["steps"] if outcome != "filtered" or step["node"] == "expel"]
-    return sum(step["outcomes"].get(outcome, 0) for step in steps)
+def _label(node: str, destination: str | None) -> str:
+    return node + (f" to {destination}" if destination else "")
 
 
-def _missing(step: dict[str, Any], row: dict[str, Any], threshold: float) -> Text:
+def outcome_table(body: dict[str, Any]) -> Table:
+    """One row per step: what became of the events of all these minutes so far. Each is in one column behind `events`."""
+    totals: dict[tuple[str, str | None], Counter[str]] = {}
+    for step in (step for row in body["minutes"] for step in row["steps"] if step["node"] in ("transform", "expel")):
+        total = totals.setdefault((step["node"], step["destination"]), Counter())
+        total.update({**step["outcomes"], "events": step["expected"], "missing": step["missing"]})
+    for step in (step for row in body["minutes"] for step in row["steps"] if step["node"] == "retrier"):
+        # An event that the retrier lost is among those that expel handed over to it.
+        totals["expel", step["destination"]].update({"retrying": -step["missing"], "missing": step["missing"]})
+    shown = {
+        "passed on": ("passed",), "delivered": ("delivered",), "waiting": ("retrying", "parked"), "dead": ("dead",),
+        "filtered": ("filtered",), "skipped": ("skipped",), "unknown": ("unknown",), "missing": ("missing",),
+    }  # fmt: skip
+    always = ("delivered", "waiting", "dead", "missing")
+    used = [
+        name for name, parts in shown.items() if name in always or any(t[one] for t in totals.values() for one in parts)
+    ]
+    table = make_table("outcome so far", "events", *used, right=("events", *used))
+    for (node, destination), total in totals.items():
+        other = {"delivered", "waiting"} if node == "transform" else {"passed on"}
+        counts = ["" if name in other else str(sum(total[one] for one in shown[name])) for name in used]
+        table.add_row(_label(node, destination), str(total["events"]), *counts)
+    return table
+
+
+def describe_results(body: dict[str, Any]) -> str | None:
+    """A sentence for a pipe whose transform has passed on no event itself, as one over several events does."""
+    steps = [step["outcomes"] for row in body["minutes"] for step in row["steps"] if step["node"] == "transform"]
+    if any(one.get("passed") for one in steps) or not any(one.get("filtered") for one in steps):
+        return None
+    return (
+        "filtered at the transform: it dropped the event, or made it part of a result over several events. "
+        "Such results are new events: this table counts neither them nor their deliveries"
+    )
+
+
+def _missing(step: dict[str, Any] | None, row: dict[str, Any], threshold: float) -> Text:
     """The missing count, coloured. A final destination is judged even if others are not final yet."""
-    if not step["missing"]:
+    if step is None or not step["missing"]:
         return Text("0")
     lost = step["missing"] if step["final"] else 0
     return Text(str(step["missing"]), style=_style(lost / row["accepted"], step, threshold))

@@ -1,7 +1,7 @@
 """Who may send what: API keys in the Authorization header, and quotas per key."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import parse_qsl
 
 from aiohttp.http import RawRequestMessage
@@ -14,6 +14,7 @@ from services.ingest.problems import Refused
 SCOPE = "ingest"
 QUOTA_BYTES = 10_000
 """A larger event counts as several."""
+_NAMED = 10
 _URL_NAMES = frozenset(("key", "api_key", "apikey", "api-key", "token", "access_token", "authorization"))
 
 
@@ -116,8 +117,11 @@ def check_query(query: str) -> None:
             raise Refused(problems.KEY_IN_URL, detail)
 
 
-def unknown_stream() -> Refused:
-    """The same for a stream that does not exist and for one that the key may not use."""
-    return Refused(
-        problems.STREAM_NOT_FOUND, "The path names a stream that does not exist, or that this key may not use."
-    )
+def unknown_stream(known: Sequence[str] = ()) -> Refused:
+    """known: the streams that the client may know: all of them where no key is needed. Else the detail is the same for a stream
+    that does not exist and for one that the key may not use."""
+    detail = "The path names a stream that does not exist, or that this key may not use."
+    if known:
+        names = ", ".join(known[:_NAMED]) + (f" and {len(known) - _NAMED} more" if len(known) > _NAMED else "")
+        detail = f"The path names a stream that does not exist. There are: {names}."
+    return Refused(problems.STREAM_NOT_FOUND, detail)

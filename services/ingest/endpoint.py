@@ -177,7 +177,9 @@ class Endpoint:
         key = self._access.authenticate(message)
         intake = self._routes.get(path)
         if intake is None:
-            raise (unknown_stream() if _STREAM_PATH.fullmatch(path) else Refused(problems.NOT_FOUND, _NO_PATH))
+            if not _STREAM_PATH.fullmatch(path):
+                raise Refused(problems.NOT_FOUND, _NO_PATH)
+            raise unknown_stream([one.name for one in self._routes.values()] if key is None else [])
         self._access.authorise(key, intake.name)
         _check_method(message, "POST")
         return intake

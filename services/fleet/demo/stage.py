@@ -240,7 +240,6 @@ def render_loss(loss: Loss) -> RenderableType:
     if not loss.get("minutes"):
         return Text("the observer has no minute of this pipe", style="yellow")
     words = f"the observer's loss table: {loss['missing']:,} of {loss['accepted']:,} events are missing"
-    words += "; the columns between accepted and waiting count missing events"
     table = Text(), Text(words, style="bold red" if loss["missing"] else "bold green"), loss_table(loss)
     return Group(*table) if all(row["final"] for row in loss["minutes"]) else Group(*table, Text(_OPEN, style="dim"))
 

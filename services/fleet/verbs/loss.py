@@ -13,7 +13,7 @@ from rich.text import Text
 from services.core.topic_names import is_of_retrier
 from services.core.units import format_count
 from services.fleet.console import OUT, make_table, print_note
-from services.fleet.observer_client import find_observer, get_json, loss_table
+from services.fleet.observer_client import describe_results, find_observer, get_json, loss_table, outcome_table
 from services.fleet.verbs.app import APP, AsJson, Data, ObserverAddress, ObserverToken, example
 
 LOSS = typer.Typer(help="The missing events of each minute, counted and by name.", no_args_is_help=True)
@@ -33,7 +33,7 @@ def show(
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
-    """Show the loss table of a pipe by minute: accepted events, and missing events at each node and end to end."""
+    """Show the missing events of a pipe, by minute and by the step that did not settle them; then the outcomes at each step."""
     query = {name: value for name, value in (("from", since), ("to", until)) if value is not None}
     body = uvloop.run(
         get_json(find_observer(observer, data, token_file), f"/v1/pipes/{quote(pipe, safe='')}/loss", query)
@@ -43,6 +43,9 @@ def show(
         return
     if body["minutes"]:
         OUT.print(loss_table(body))
+        OUT.print(outcome_table(body))
+        if (results := describe_results(body)) is not None:
+            print_note(results)
     _print_gaps(body)
     accepted = sum(row["accepted"] for row in body["minutes"])
     lost = sum(row["lost"] for row in body["minutes"])

@@ -28,7 +28,6 @@ from services.core.times import format_time
 from services.core.topic_names import RETRY_IN
 from services.core.transform_marks import TransformMark, read_transform_mark, write_transform_mark
 from services.fleet.dead.audit import read_audit, whoami
-from services.fleet.observer_client import loss_table
 from services.fleet.offsets import (
     find_lanes,
     plan_moves,
@@ -396,24 +395,6 @@ async def test_a_reset_waits_for_events_that_count_as_written(url: str, tmp_path
         assert WITHIN_S - 60 < await retry_wait_s(broker, lanes["a/crm"], moves) < WITHIN_S - 40
         moves = await plan_moves(broker, lanes["a/crm"], {TopicPartition("s", 0): 2}, "reset")
         assert await retry_wait_s(broker, lanes["a/crm"], moves) == 0
-
-
-def test_the_loss_table_has_a_column_for_skipped_events() -> None:
-    """Broken: an operator's skip cannot be told from a loss."""
-    step = {
-        "node": "expel",
-        "destination": "crm",
-        "missing": 0,
-        "final": True,
-        "outcomes": {"delivered": 2, "skipped": 3},
-    }
-    row = {"minute": "2026-11-21T08:05Z", "accepted": 5, "steps": [step], "waiting": 0, "final_loss": 0.0, "loss": 0.0}
-    body = {"threshold": 0.01, "minutes": [{**row, "final": True, "why_open": None, "late": 0}]}
-    table = loss_table(body)
-    column = next(column for column in table.columns if column.header == "skipped")
-    assert list(column.cells) == ["3"]
-    step["outcomes"] = {"delivered": 5}
-    assert "skipped" not in [column.header for column in loss_table(body).columns]
 
 
 def test_a_transform_begins_again(shell: Shell, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from services.fleet.cost import FleetSample, Load, Prices, StreamSample, render_
 from services.fleet.dead.view import cause_table, letter_table
 from services.fleet.demo.chaos import render_chaos
 from services.fleet.demo.run import render_result
-from services.fleet.observer_client import loss_table
+from services.fleet.observer_client import loss_table, outcome_table
 from services.fleet.offsets import Lane, LaneOffsets, PartitionOffsets
 from services.fleet.paused import DestinationState, destination_table
 from services.fleet.status_view import render_status
@@ -85,14 +85,31 @@ def destinations(names: Names) -> Shown:
 
 def loss(names: Names) -> Shown:
     steps = [
-        {"node": node, "destination": to, "missing": 4711, "outcomes": {"skipped": 4711}, "final": False}
+        {
+            "node": node,
+            "destination": to,
+            "expected": 9422,
+            "missing": 4711,
+            "outcomes": {"skipped": 4711},
+            "final": False,
+        }
         for node, to in (("ingest", None), ("transform", None), ("expel", names.destination), ("expel", "archive"))
     ]
     minute = "2026-11-21T08:05Z"
     row = {"minute": minute, "accepted": 1_234_567, "waiting": 12_345, "loss": 0.0, "final_loss": 0.0037}
     rows = [{**row, "late": 12, "steps": steps, "final": final, "why_open": WORDS} for final in (True, False)]
-    headings = ["ingest", "transform", f"expel to {names.destination}", "expel to archive", "accepted"]
-    return Shown(loss_table({"minutes": rows, "threshold": 0.01}), [minute, "4711", "0.37%", *headings])
+    headings = ["missing at transform", names.destination, "missing at expel to archive"]
+    return Shown(loss_table({"minutes": rows, "threshold": 0.01}), [minute, "4711", "0.37%", "accepted", *headings])
+
+
+def outcomes(names: Names) -> Shown:
+    many = dict.fromkeys(("passed", "delivered", "retrying", "dead", "filtered", "skipped", "unknown"), 123_456)
+    steps = [
+        {"node": node, "destination": to, "expected": 123_456_789, "missing": 0, "outcomes": many}
+        for node, to in (("transform", None), ("expel", names.destination))
+    ]
+    kept = [f"expel to {names.destination}", "246913578", "246912", "skipped", "missing"]
+    return Shown(outcome_table({"minutes": [{"steps": steps}] * 2}), kept)
 
 
 def missing(names: Names) -> Shown:
@@ -196,7 +213,7 @@ def demo(_names: Names) -> Shown:
         **wrong,
         **lags,
     }
-    return Shown(render_result(result), ["accepted  ", "minute  ", "expel to dashboard", "2026-11-21T08:05Z"])
+    return Shown(render_result(result), ["accepted  ", "minute  ", "missing", "2026-11-21T08:05Z"])
 
 
 def chaos(_names: Names) -> Shown:
@@ -220,7 +237,7 @@ def offsets(names: Names) -> Shown:
     return Shown(offset_table(found), [names.stream, "1023", str(held.start), str(held.end), "4503599627370496"])
 
 
-TABLES = (dead_letters, causes, destinations, loss, missing, offsets, keys, cost, status, tried, demo, chaos)
+TABLES = (dead_letters, causes, destinations, loss, outcomes, missing, offsets, keys, cost, status, tried, demo, chaos)
 
 
 def render(table: RenderableType, width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
