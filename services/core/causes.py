@@ -51,7 +51,7 @@ class Example:
 
 @dataclass(slots=True)
 class Cause:
-    """One cause. first, last: ms, of the first failures. example: the newest dead letter."""
+    """One cause. first, last: ms, when its first and last event became dead letters. example: the newest dead letter."""
 
     reason: str
     detail: str
@@ -101,7 +101,7 @@ class Causes:
     def add(self, letter: DeadLetter) -> None:
         """Count one dead letter."""
         self.letters += 1
-        seen = letter.first_failure
+        seen = letter.dead_since
         one = Cause(letter.reason, normalise(letter.detail), 1, seen, seen, Example.of(letter))
         known = self._groups.get((one.reason, one.detail))
         if known is not None:

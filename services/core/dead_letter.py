@@ -148,6 +148,13 @@ class DeadLetter:
         )
 
     @property
+    def dead_since(self) -> int:
+        """When it became a dead letter, ms. In the time before, its event was tried again, perhaps for days."""
+        if not self.first_failure or self.record.header(TIME) is not None:
+            return self.record.timestamp
+        return self.first_failure  # of an earlier version: the timestamp is the event's time
+
+    @property
     def event_id(self) -> str | None:
         """None when it is missing or not UTF-8."""
         return read_id(self.record)
@@ -165,6 +172,7 @@ class DeadLetter:
             "detail": self.detail,
             "attempts": self.attempts,
             "first_failure": format_time(self.first_failure),
+            "dead_since": format_time(self.dead_since),
             "event_time": format_time(event_time(self.record)),
             "source": self.source,
             "fate": self.fate,

@@ -36,7 +36,7 @@ Name = tuple[str, str]
 
 @dataclass(slots=True)
 class Failures:
-    """Of one destination. last: the newest first failure, in ms; None without dead letters."""
+    """Of one destination. last: when its newest dead letter was written, in ms; None without dead letters."""
 
     causes: Causes = field(default_factory=lambda: Causes(CAUSES))
     last: int | None = None
@@ -63,7 +63,7 @@ class FailureTable:
         if failures is None:
             return "unknown_destination"
         failures.causes.add(letter)
-        failures.last = max(failures.last or letter.first_failure, letter.first_failure)
+        failures.last = max(failures.last or letter.dead_since, letter.dead_since)
         return ""
 
     def all(self) -> Mapping[Name, Failures]:

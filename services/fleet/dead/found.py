@@ -21,7 +21,7 @@ from services.fleet.problem import CommandFailed
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Selects dead letters; None: any. since, until: ms, of the first failure, since <= time < until.
+    """Selects dead letters; None: any. since, until: ms, of the time at which they became dead letters, since <= time < until.
 
     renames: the lane of each former name (`pipes.renames_of`). A destination's dead letters of that time are found, too.
     """
@@ -44,8 +44,8 @@ class Filter:
             self.pipe in (None, letter.pipe, pipe)
             and self.destination in (None, letter.destination, destination)
             and self.reason in (None, letter.reason)
-            and (self.since is None or self.since <= letter.first_failure)
-            and (self.until is None or letter.first_failure < self.until)
+            and (self.since is None or self.since <= letter.dead_since)
+            and (self.until is None or letter.dead_since < self.until)
         )
 
     def as_json(self) -> dict[str, str]:

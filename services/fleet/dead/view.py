@@ -27,7 +27,7 @@ def plain(text: str, limit: int | None = None) -> str:
 
 def letter_table(letters: Iterable[DeadLetter], *, settled: bool) -> Table:
     """One row per dead letter. settled: with a column for the fate."""
-    columns = ("position", "id", "pipe", "destination", "reason", "attempts", "first failure", "detail")
+    columns = ("position", "id", "pipe", "destination", "reason", "attempts", "dead since", "detail")
     table = make_table(*columns, *(["fate"] if settled else []), right=["attempts"], text=["detail"])
     for letter in letters:
         fate = [Text(letter.fate or "open", style="dim" if letter.fate else "yellow")] if settled else []
@@ -37,7 +37,7 @@ def letter_table(letters: Iterable[DeadLetter], *, settled: bool) -> Table:
             *named,
             Text(plain(letter.reason, 40), style="red"),
             str(letter.attempts),
-            format_time(letter.first_failure),
+            format_time(letter.dead_since),
             Text(plain(letter.detail, SHOWN_DETAIL)),
             *fate,
         )
@@ -67,8 +67,9 @@ def letter_json(letter: DeadLetter, *, from_source: bool) -> dict[str, object]:
 
 
 def cause_table(causes: Iterable[Cause]) -> Table:
-    """One row per cause. The detail is that of its example, the newest dead letter."""
-    columns = ("count", "reason", "example", "newest detail", "first seen", "last seen")
+    """One row per cause. The detail is that of its example, the newest dead letter. The times: when its first and last event
+    became dead letters."""
+    columns = ("count", "reason", "example", "newest detail", "first dead", "last dead")
     table = make_table(*columns, right=["count"], text=["newest detail"])
     for cause in causes:
         table.add_row(

@@ -108,7 +108,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Letters:
-    """New dead letters of one kind. example: a position."""
+    """New dead letters of one kind that nobody has redriven or discarded. example: a position."""
 
     topic: str
     pipe: str

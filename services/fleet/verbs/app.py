@@ -113,9 +113,12 @@ PipeName = Annotated[str | None, typer.Option("--pipe", help="Only dead letters 
 DestinationName = Annotated[str | None, typer.Option("--destination", help="Only dead letters for this destination.")]
 Reason = Annotated[str | None, typer.Option("--reason", help="Only dead letters with this reason, e.g. http_404.")]
 Since = Annotated[
-    str | None, typer.Option("--since", help="Only first failures at or after this: 2h (ago), or an RFC 3339 time.")
+    str | None,
+    typer.Option(
+        "--since", help="Only events that became dead letters at or after this: 2h (ago), or an RFC 3339 time."
+    ),
 ]
-Until = Annotated[str | None, typer.Option("--until", help="Only first failures before this.")]
+Until = Annotated[str | None, typer.Option("--until", help="Only events that became dead letters before this.")]
 ObserverAddress = Annotated[
     str | None,
     typer.Option("--observer", help="host:port of the observer; absent: the observer of the fleet on --data."),

@@ -41,8 +41,8 @@ def doctor(
 ) -> None:
     """Say what is wrong with a fleet, in plain words: the most probable cause first, its evidence, and what to do first.
 
-    Runs the checks behind all runbooks (docs/runbooks), against a running or a dead fleet. It changes nothing. It takes at least
-    five seconds, because it reads all figures twice, and at most a minute. Consequences of a cause are listed beneath it.
+    Runs the checks behind all runbooks (docs/runbooks), against a running or a dead fleet. It changes nothing. It takes about
+    ten seconds, because it reads all figures twice, and at most a minute. Consequences of a cause are listed beneath it.
 
     Exit status: 0 nothing is wrong, 1 something is wrong, 2 nothing wrong was found, but not everything could be looked at.
     """

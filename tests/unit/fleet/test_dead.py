@@ -24,15 +24,19 @@ from services.core.pipes import PipeFile
 from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
 from services.core.times import parse_time
-from services.core.topic_names import AUDIT
+from services.core.topic_names import AUDIT, renames_of
 from services.expel.dedup import RetryTopicFilter
 from services.fleet.dead.audit import AuditedActions, Auditor, read_audit
 from services.fleet.dead.found import DeadLetterSearch, Filter, restore, with_payloads
 from services.fleet.dead.redrive import Redrive, RedriveTargets
 from services.fleet.dead.view import letter_json
+from services.fleet.doctor.checks.events import find_letters
+from services.fleet.doctor.facts import Facts
+from services.fleet.doctor.looks import broker as looks
+from services.fleet.doctor.looks.broker import look_at_broker
 from services.fleet.problem import CommandFailed
 from services.fleet.verbs.dead import _redrive, list_found
-from tests.support.dead_letters import BASE
+from tests.support.dead_letters import BASE, DEAD
 from tests.support.dead_letters import dead_letter as refused_letter
 
 HOOK = {"url": "https://example.org/hook"}
@@ -119,7 +123,7 @@ async def test_filters(broker: Broker) -> None:
     assert await numbers(broker) == [0, 1, 2, 3, 4]
     assert await numbers(broker, Filter(pipe="late", destination="billing")) == [0, 2, 4]
     assert await numbers(broker, Filter(reason="timeout")) == [2]
-    assert await numbers(broker, Filter(since=BASE + 1000, until=BASE + 3000)) == [1, 2]
+    assert await numbers(broker, Filter(since=DEAD + 1000, until=DEAD + 3000)) == [1, 2]
     assert await numbers(broker, Filter(destination="nobody")) == []
 
 
@@ -432,7 +436,7 @@ def test_causes_are_counted_and_dated() -> None:
     causes.add(DeadLetter.of(Position("late.dead", 0, 11), letter(1, reason="timeout")))
     first, second = causes.most_common()
     assert (first.reason, first.detail, first.count) == ("http_404", "no order #", 3)
-    assert (first.first, first.last, first.example.position) == (BASE + 2000, BASE + 9000, Position("late.dead", 0, 9))
+    assert (first.first, first.last, first.example.position) == (DEAD + 2000, DEAD + 9000, Position("late.dead", 0, 9))
     assert (second.reason, second.count) == ("timeout", 1)
 
 
@@ -443,6 +447,41 @@ def test_times() -> None:
     for bad in ("yesterday", "2023-11-14T22:13:20", "2"):
         with pytest.raises(ValueError, match="is not a time"):
             parse_time(bad, 0)
+
+
+async def test_the_doctor_counts_new_letters_that_nobody_redrove(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: the doctor stays red after each letter was sent again, or its command and --since miss letters whose events were
+    tried for days."""
+    monkeypatch.setattr(looks, "WINDOW_S", 0.0)
+    now = time.time_ns() // 1_000_000
+    days = {"first_failure": now - 75 * 3600 * 1000, "now_ms": now - 60_000, "destination": "invoices"}
+    await bury(broker, [letter(0), *(letter(number, **days) for number in (1, 2, 3))])
+    billing = {"name": "billing", "renamed_from": "invoices", "webhook": HOOK}
+    pipes = PIPES.model_dump(mode="json", exclude_unset=True, by_alias=True)
+    pipes["pipes"]["late"]["destinations"][0] = billing
+    facts = Facts(time.time(), pipes=PipeFile.model_validate(pipes))
+    facts.broker.url = f"log://{tmp_path}/data/log"
+
+    async def found() -> list[tuple[str, int]]:
+        await look_at_broker(facts)
+        return [(finding.what, len(await numbers(broker, new))) for finding in find_letters(facts)]
+
+    assert facts.pipes is not None
+    new = Filter("late", "billing", since=now - 900_000, renames=renames_of(facts.pipes))
+    assert await found() == [("3 new dead letters of late/billing: http_404.", 3)]
+    await act(broker, REDRIVE, [1, 2])
+    assert await found() == [("1 new dead letter of late/billing: http_404.", 1)]
+    await act(broker, DISCARD, [3])
+    assert await found() == []
+
+
+async def act(broker: Broker, action: str, offsets: Sequence[int]) -> None:
+    kept = await stored(broker, "late.dead")
+    acted = [ActedUpon("late.dead", 0, offset, digest_of(kept[offset])) for offset in offsets]
+    async with Producer(broker.appender) as producer:
+        await write_entries(producer, action, "me@here", {}, acted)
 
 
 async def test_json_names_what_is_not_text(broker: Broker) -> None:

@@ -2,9 +2,9 @@
 
 from services.core.broker.record import Record
 from services.core.pipes import PipeFile
-from tests.support.dead_letters import BASE, dead_letter
+from tests.support.dead_letters import BASE, DEAD, dead_letter
 
-__all__ = ["BASE", "HOOK", "PIPES", "letter"]
+__all__ = ["DEAD", "HOOK", "PIPES", "letter"]
 
 HOOK = {"url": "https://example.org/hook"}
 PIPES = PipeFile.model_validate(
@@ -21,6 +21,6 @@ PIPES = PipeFile.model_validate(
 
 
 def letter(number: int, **said: object) -> Record:
-    """Event `number` as a dead letter of shop/billing, first failed `number` seconds after BASE."""
+    """Event `number` as a dead letter of shop/billing, dead `number` seconds after DEAD."""
     original = Record(b"k", b'{"card": "4111"}', BASE, (("ce_id", b"e%d" % number),))
     return dead_letter(original, number, **({"pipe": "shop"} | said))

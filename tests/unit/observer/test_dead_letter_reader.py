@@ -13,7 +13,7 @@ from services.core.broker.record import Batch, Record
 from services.core.pipes import PipeFile
 from services.core.provision import ensure_topics
 from services.observer.dead_letters import CAUSES, PAGE, DeadLetterReader, FailureTable
-from tests.unit.observer.letters import BASE, HOOK, PIPES, letter
+from tests.unit.observer.letters import DEAD, HOOK, PIPES, letter
 
 TOPIC = "shop.dead"
 BILLING = ("shop", "billing")
@@ -53,7 +53,7 @@ async def test_everything_once_from_the_beginning_and_on(broker: Broker) -> None
     assert book.all()[BILLING].causes.letters == 2 * PAGE + 1
     await bury(broker, [letter(5000)])
     await read_all(reader)
-    assert (book.all()[BILLING].causes.letters, book.all()[BILLING].last) == (2 * PAGE + 2, BASE + 5_000_000)
+    assert (book.all()[BILLING].causes.letters, book.all()[BILLING].last) == (2 * PAGE + 2, DEAD + 5_000_000)
     again = FailureTable(PIPES)
     await read_all(read_by(again, broker))
     assert again.all()[BILLING].causes.letters == 2 * PAGE + 2
@@ -151,4 +151,4 @@ async def test_a_million_different_details_take_bounded_memory(broker: Broker) -
     assert len(causes) <= 2 * CAUSES + 1
     assert sum(cause.count for cause in causes) == 3400
     assert (causes[0].reason, causes[0].count, causes[-1].reason) == ("http_500", 400, "other")
-    assert causes[-1].first == BASE
+    assert causes[-1].first == DEAD

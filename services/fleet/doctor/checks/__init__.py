@@ -14,7 +14,8 @@ _FLOW = (
     "retention",
 )
 _JUDGED = ("observer-away", "loss")
-_ALL = frozenset((*_PROCESSES, *_FLOW, *_JUDGED, "topics-missing", "receivers-fail", "dead-letters"))
+_ALL = frozenset((*_PROCESSES, *_FLOW, *_JUDGED, "topics-missing", "receivers-fail"))
+"""Not dead letters: events of a fleet or a broker that does not work wait, and none of them is given up."""
 _OF_RECEIVER = frozenset(
     ("receivers-fail", "dead-letters", "stalled", "retention", "processes-not-ready", "lanes-down")
 )
@@ -59,7 +60,7 @@ CHECKS = (
     Check("fleet-down", "PenstockNotScraped", processes.find_no_fleet, _ALL | {"broker-gone", "edited"}),
     Check("broker-gone", "PenstockIngestNotReady", broker.find_gone, _ALL),
     Check("topics-missing", "PenstockIngestNotReady", broker.find_missing_topics, _ALL),
-    Check("broker-damage", "PenstockRecordsDamaged", broker.find_damage, _ALL),
+    Check("broker-damage", "PenstockRecordsDamaged", broker.find_damage, _ALL | {"dead-letters"}),
     Check("checkpoint", "PenstockTransformNotUp", transforms.find_checkpoints, _OF_TRANSFORM),
     Check("processes-hung", "PenstockProcessDown", processes.find_hung, _OF_PROCESS),
     Check("supervisor-hung", "PenstockProcessDown", processes.find_hung_supervisor, frozenset(("processes-dead",))),

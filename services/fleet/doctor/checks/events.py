@@ -71,14 +71,14 @@ def _refused(facts: Facts, reason: str) -> dict[str, float]:
 
 
 def find_letters(facts: Facts) -> Iterator[Finding]:
-    """Dead letters of the last quarter of an hour."""
+    """Dead letters of the last quarter of an hour that nobody has redriven or discarded yet."""
     for one in facts.broker.letters:
         if one.node == "transform":
             continue  # `poison` has them
         lane = f"{one.pipe}/{one.destination}"
         yield Finding(
             f"{format_count(one.count, 'new dead letter')} of {lane}: {one.reason}.",
-            [f"in {one.topic} within 15 minutes", f"e.g. {one.example}: {one.detail[:300]}"],
+            [f"in {one.topic} within 15 minutes, not redriven", f"e.g. {one.example}: {one.detail[:300]}"],
             f"penstock dead list --pipe {one.pipe} --destination {one.destination} --reason {one.reason} --since 15m"
             if one.topic != RETRIER_DEAD
             else "penstock dead list --since 15m",

@@ -1,4 +1,4 @@
-"""Looks at the broker: whether it answers, its topics, the position and lag of each group, new dead letters, stored times."""
+"""Looks at the broker: whether it answers, its topics, the position and lag of each group, open dead letters, stored times."""
 
 import asyncio
 import time
@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from services.core.audit import Entry, decode_entry, digest_of
 from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, DataDamaged, UnknownTopic
@@ -19,6 +20,7 @@ from services.core.pauses import list_paused
 from services.core.pipes import PipeFile
 from services.core.provision import wanted_topics
 from services.core.topic_names import (
+    AUDIT,
     DELAYS_S,
     RETRIER_DEAD,
     RETRIER_GROUP,
@@ -27,11 +29,13 @@ from services.core.topic_names import (
     delay_topic,
     delivery_group,
     delivery_topics,
+    lane_name,
     output_topic,
     renames_of,
     retry_topic,
 )
 from services.core.transform_marks import TransformMarks
+from services.fleet.dead.audit import AuditedActions
 from services.fleet.doctor.facts import Facts, Letters
 from services.fleet.doctor.looks.bounds import bounded, describe, in_thread
 
@@ -41,6 +45,8 @@ WINDOW_S = 5.0
 NEW_LETTERS_S = 900.0
 """Dead letters written within this time count as new."""
 MOST_LETTERS = 500
+MOST_ACTS = 5000
+"""A redrive of a letter is younger than the letter, so the audit is read for the same time."""
 NEWEST_RECORDS = 20
 
 GroupTopic = tuple[str, str]
@@ -177,19 +183,33 @@ async def _find_gaps(facts: Facts, broker: Broker, group: str, topic: str) -> No
 
 
 async def _read_letters(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
-    since = int((time.time() - NEW_LETTERS_S) * 1000)
+    """Those that nobody has redriven or discarded. A lane of a former name counts for the present one."""
+    since, renames = int((time.time() - NEW_LETTERS_S) * 1000), renames_of(pipes)
+    acts = AuditedActions([entry async for entry in _read_audit(broker, since)])
     count: Counter[tuple[str, str, str, str, str]] = Counter()
     examples: dict[tuple[str, str, str, str, str], DeadLetter] = {}
-    for topic in (*map(dead_letter_topic, pipes.pipes), RETRIER_DEAD):
+    names = {*pipes.pipes, *(lane.partition("/")[0] for lane in renames)}
+    for topic in (*map(dead_letter_topic, sorted(names)), RETRIER_DEAD):
         async for batch in read_tail(broker, topic, since, MOST_LETTERS, skips_damage=True):
             for offset, record in zip(batch.offsets, batch.records, strict=True):
                 letter = DeadLetter.of(Position(topic, batch.partition, offset), record)
-                key = (topic, letter.pipe, letter.destination, letter.node, letter.reason)
+                if acts.fate(letter.position, digest_of(record)):
+                    continue
+                lane = lane_name(letter.pipe, letter.destination)
+                pipe, _, destination = renames.get(lane, lane).partition("/")
+                key = (topic, pipe, destination, letter.node, letter.reason)
                 count[key] += 1
                 examples[key] = letter
     facts.broker.letters = tuple(
         Letters(*key, examples[key].detail, number, str(examples[key].position)) for key, number in count.most_common()
     )
+
+
+async def _read_audit(broker: Broker, since: int) -> AsyncIterator[Entry]:
+    async for batch in read_tail(broker, AUDIT, since, MOST_ACTS, skips_damage=True):
+        for record in batch.records:
+            with suppress(ValueError):  # no entry: `penstock dead audit` says so
+                yield decode_entry(record.value)
 
 
 async def _read_newest(facts: Facts, broker: Broker, pipes: PipeFile) -> None:

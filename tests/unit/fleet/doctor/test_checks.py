@@ -525,6 +525,13 @@ def test_a_fleet_that_does_not_run() -> None:
     found = broken(stop)
     assert (first_of(found), len(found.causes)) == ("fleet-down", 1)
 
+    def stop_later(facts: Facts) -> None:
+        stop(facts)
+        facts.broker.letters = (Letters("shop.dead", "shop", "crm", "expel", "http_400", "", 3, "shop.dead:0:1"),)
+
+    found = broken(stop_later)  # a stopped fleet gives no event up: these were refused before
+    assert [cause.check.name for cause in found.causes] == ["fleet-down", "dead-letters"]
+
     def misspell(facts: Facts) -> None:
         stop(facts)
         facts.mistakes = ("pipes.yaml:3: sources: there is no stream ordrs",)
