@@ -56,6 +56,9 @@ class ServiceProcess:
         self._stopping = asyncio.Event()
         self.replacing = False
         """It was asked to end and to start again, and has not ended yet."""
+        self.alive_at = 0.0
+        """When it last said that it is alive; monotonic seconds."""
+        self._hung = ""
 
     @property
     def pid(self) -> int | None:
@@ -67,6 +70,11 @@ class ServiceProcess:
     def leaving(self) -> bool:
         """Whether it was asked to stop."""
         return self._stopping.is_set()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it was asked to end, for whatever reason, and has not ended yet."""
+        return self.leaving or self.replacing or bool(self._hung)
 
     async def keep_running(self) -> None:
         """Run it until `stop`. Restarts it when it dies, after the wait of a Backoff of at most 30 s.
@@ -85,7 +93,13 @@ class ServiceProcess:
             if self._stopping.is_set():
                 return
             level, remedy = "error", "correct the mistakes that are listed above"
-            if status == BAD_CONFIGURATION:
+            lasted = time.monotonic() - begun
+            if self._hung:
+                # Not its whole run: a process that hangs soon after each start is started again ever more slowly.
+                lasted = self.alive_at - begun
+                end = f"{self.spec.name} hung and was ended: {self._hung}. Its log: {self.log}"
+                self._hung = ""
+            elif status == BAD_CONFIGURATION:
                 if self._starting():
                     raise CommandFailed(end, remedy, status=2)
                 level = "critical"
@@ -95,7 +109,7 @@ class ServiceProcess:
                 self.replacing = False
                 backoff.reset()
                 continue
-            if time.monotonic() - begun > HEALTHY_AFTER_S:
+            if lasted > HEALTHY_AFTER_S:
                 backoff.reset()
             backoff.fail()
             wait = backoff.delay()
@@ -156,7 +170,7 @@ class ServiceProcess:
         self._terminate()
 
     def _terminate(self) -> None:
-        if self._process is not None and self._process.returncode is None and not self.replacing:
+        if self._process is not None and self._process.returncode is None and not (self.replacing or self._hung):
             self._process.terminate()
 
     async def stop(self, limit: float, hurry: asyncio.Event) -> bool:
@@ -169,6 +183,13 @@ class ServiceProcess:
         if self.pid is not None:
             self._terminate()
             self.replacing = True
+
+    async def end_hung(self, reason: str, limit: float, hurry: asyncio.Event) -> None:
+        """It makes no progress: end it, within `limit` seconds; `keep_running` starts it again. 0: it can end nothing itself."""
+        if self.pid is not None and not self.is_ending:
+            self._terminate()
+            self._hung = reason
+            await self._wait_or_kill(limit, hurry)
 
     async def finish_replacement(self, limit: float, hurry: asyncio.Event) -> None:
         """SIGKILL after `limit` seconds, or as soon as `hurry` is set, unless it has ended."""

@@ -21,6 +21,7 @@ from services.fleet.control import ProcessGroups, refuse_size
 from services.fleet.folder import STATE_FILE, FleetState, ProcessState, write_state, write_token
 from services.fleet.output import Notify
 from services.fleet.plan import START_ORDER, FleetPlan
+from services.fleet.probe import Probes
 from services.fleet.problem import CommandFailed
 from services.fleet.process import ServiceProcess, ServiceSpec
 from services.fleet.stop import Stop
@@ -62,6 +63,7 @@ class Fleet:
         self.resizable = self.started = False
         self._state_due = asyncio.Event()
         self.running: dict[ServiceProcess, asyncio.Task[None]] = {}
+        self.probes = Probes(lambda: self.processes, self._end_hung)
 
     @property
     def processes(self) -> list[ServiceProcess]:
@@ -122,6 +124,12 @@ class Fleet:
         process.begin_replacement()
         ending = process.finish_replacement(self.plan.drain + GRACE_S, self._stop.insisted)
         self._group.create_task(ending, name=f"{name} is replaced")
+
+    def _end_hung(self, process: ServiceProcess, reason: str, answers: bool) -> None:
+        """One that still answers may drain what does not hang; another one is killed at once."""
+        limit = self.plan.drain + GRACE_S if answers else 0.0
+        ending = process.end_hung(reason, limit, self._stop.insisted)
+        self._group.create_task(ending, name=f"{process.spec.name} hangs")
 
     async def _drain(self, process: ServiceProcess) -> bool:
         """Drain and stop it. Returns whether it drained in time."""
@@ -219,6 +227,7 @@ async def run_fleet(
             asyncio.TaskGroup() as group,
         ):
             keeper = group.create_task(fleet.keep_state(), name="state file")
+            prober = group.create_task(fleet.probes.run(), name="probes")
             fleet.start(group)
             try:
                 await fleet.wait_ready()
@@ -226,7 +235,7 @@ async def run_fleet(
                 yield fleet
                 await fleet.drain()
             finally:
-                tasks = (keeper, *fleet.running.values())
+                tasks = (keeper, prober, *fleet.running.values())
                 for task in tasks:
                     if not task.cancelling():  # a second cancel would interrupt the clean-up that the first one began
                         task.cancel()

@@ -243,6 +243,8 @@ DOWN, HUNG, LOOP = (
     _of("ComponentDown", "ProcessDown"),
     _of("CrashLoop", "ComponentDown", "ProcessRestarts"),
 )
+HEALED = frozenset({""})
+"""The doctor finds nothing wrong any more."""
 DEAD = frozenset({"processes-dead"})
 DESTINATION, FAILING = _of("DestinationDown"), frozenset({"receivers-fail"})
 INCIDENTS: tuple[Incident, ...] = (
@@ -251,10 +253,12 @@ INCIDENTS: tuple[Incident, ...] = (
     Incident("retrier stopped", _stop("retrier"), DOWN, DEAD, apart=True),
     Incident("observer gone", _stop("observer"), DOWN, DEAD, apart=True),
     Incident("transform stopped", _stop("transform"), DOWN, DEAD, apart=True, spark=True),
-    Incident("ingest hangs", _hang("ingest"), HUNG, frozenset({"processes-hung"})),
-    Incident("expel hangs", _hang("expel"), HUNG, frozenset({"processes-hung"})),
-    Incident("observer hangs", _hang("observer"), HUNG, frozenset({"processes-hung"})),
-    Incident("transform hangs", _hang("transform"), HUNG, frozenset({"processes-hung"}), spark=True),
+    Incident("ingest hangs", _hang("ingest"), HUNG, frozenset({"processes-hung"}), apart=True),
+    Incident("expel hangs", _hang("expel"), HUNG, frozenset({"processes-hung"}), apart=True),
+    Incident("observer hangs", _hang("observer"), HUNG, frozenset({"processes-hung"}), apart=True),
+    Incident("transform hangs", _hang("transform"), HUNG, frozenset({"processes-hung"}), apart=True, spark=True),
+    Incident("ingest is started again", _hang("ingest"), frozenset(), HEALED),
+    Incident("expel is started again", _hang("expel"), frozenset(), HEALED),
     Incident("expel crash-loops", _crash("expel"), LOOP, frozenset({"crash-loops"})),
     Incident("observer crash-loops", _crash("observer"), LOOP, frozenset({"crash-loops"})),
     Incident("wrong deploy", _deploy_badly, DOWN, frozenset({"configuration"}), apart=True),

@@ -16,7 +16,9 @@ from services.core.yaml_source import BadConfiguration, Problem
 MODE_FILE = "mode"
 """Stands beside the notes: the mode of the starts from now on."""
 LET_GO = "let-go"
-"""In mode `draining` the drain lasts until this file stands beside the notes."""
+"""In mode `draining` the drain, and in mode `slow` the start, lasts until this file stands beside the notes."""
+HANGS = "hangs"
+"""While this file stands beside the notes, the service says that it hangs."""
 
 
 class SampleSettings(Settings):
@@ -39,7 +41,12 @@ async def start(settings: SampleSettings, supervision: Supervision) -> None:
         raise RuntimeError("boom")
     structlog.get_logger().warning("look here", token="abc", count=3)
     reason = "still warming up" if mode == "unready" else None
-    async with serve_management(settings.management, lambda: reason):
+    while mode == "slow" and not notes.with_name(LET_GO).exists():
+        await asyncio.sleep(0.02)
+    hangs = notes.with_name(HANGS)
+    async with serve_management(
+        settings.management, lambda: reason, why_not_alive=lambda: "it stands still" if hangs.exists() else None
+    ):
         await supervision.stopping.wait()
         if mode == "stuck":
             while True:

@@ -13,19 +13,22 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, ExitStack
 from pathlib import Path
+from typing import Never
 
 import backoff
 import psutil
 import pytest
 
 from services.core.broker.log.data_folder import refuse_network
+from services.fleet import probe
 from services.fleet.folder import FleetState, hold_folder, read_state, write_state
 from services.fleet.plan import FleetPlan
+from services.fleet.probe import Probes
 from services.fleet.problem import CommandFailed
 from services.fleet.process import ServiceProcess, ServiceSpec
 from services.fleet.stop import Stop
 from services.fleet.supervisor import Fleet, run_fleet
-from tests.unit.fleet.sample_service import MODE_FILE
+from tests.unit.fleet.sample_service import HANGS, LET_GO, MODE_FILE
 
 DEADLINE = 240.0
 MODULE = "tests.unit.fleet.sample_service"
@@ -133,6 +136,73 @@ async def test_a_dead_service_comes_back_and_is_counted(bench: Bench) -> None:
             await fleet.wait_ready()
         await until_state(bench, lambda state: state.processes[0].pid == process.pid)
     assert any("ingest-1 was killed by SIGKILL" in line for line in bench.said)
+
+
+async def test_a_hung_service_is_started_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a process that hangs stays hung until a person looks; or one that hangs again and again is started as often."""
+    monkeypatch.setattr(backoff, "full_jitter", lambda longest: longest)
+    monkeypatch.setattr(probe, "EVERY_S", 0.02)
+    monkeypatch.setattr(probe, "ANSWER_S", 2.0)
+    monkeypatch.setattr(probe, "BOUND_S", 0.2)
+    monkeypatch.setattr(probe, "LEAST_FAILURES", 2)
+    async with bench.run("ingest") as fleet:
+        (process,) = fleet.processes
+        frozen = process.pid
+        assert frozen is not None
+        await until(lambda: process.alive_at > 0, "a good probe")
+        os.kill(frozen, signal.SIGSTOP)
+        await until(lambda: process.pid not in (None, frozen), "a new process")
+        await fleet.wait_ready()
+        hangs = bench.notes_file.with_name(HANGS)
+        hangs.touch()
+        await until(lambda: process.restarts >= 3, "more restarts")
+        hangs.unlink()
+        await fleet.wait_ready()
+        assert bench.notes().count("ingest drained") >= 2  # one that answers may finish its work
+    ends = [line for line in bench.said if "ingest-1 hung and was ended: " in line]
+    assert "/healthz gives no answer within 2 s (for " in ends[0]
+    assert "it stands still (for " in ends[-1]
+    assert [float(line.split("Started again in ")[1].split(" s")[0]) for line in ends[:3]] == [0.2, 0.4, 0.8]
+
+
+async def test_a_service_that_starts_or_was_frozen_for_a_while_is_kept(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: the supervisor kills a transform that is starting, or a process into which somebody looks with a debugger."""
+    monkeypatch.setattr(probe, "EVERY_S", 0.02)
+    monkeypatch.setattr(probe, "ANSWER_S", 0.2)
+    monkeypatch.setattr(probe, "BOUND_S", 0.0)
+
+    def failures() -> int:
+        found = fleets[0].probes.runs.get("ingest-1") if fleets else None
+        return 0 if found is None else found.failures
+
+    fleets: list[Fleet] = []
+    run = Probes.run
+
+    async def note(self: Probes) -> Never:
+        fleets.append(self._end.__self__)  # type: ignore[attr-defined]  # the fleet, before it is ready
+        await run(self)
+
+    monkeypatch.setattr(Probes, "run", note)
+
+    async def let_go() -> None:
+        await until(lambda: failures() > 2 * probe.LEAST_FAILURES, "failed probes of a process that starts")
+        bench.notes_file.with_name(LET_GO).touch()
+
+    letting_go = asyncio.create_task(let_go())
+    async with bench.run("ingest", mode="slow") as fleet:
+        await letting_go
+        (process,) = fleet.processes
+        pid = process.pid
+        assert pid is not None
+        await until(lambda: process.alive_at > 0, "a good probe")
+        monkeypatch.setattr(probe, "BOUND_S", 3600.0)
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: failures() > 2 * probe.LEAST_FAILURES, "failed probes of a frozen process")
+        os.kill(pid, signal.SIGCONT)
+        await until(lambda: failures() == 0, "a good probe")
+        assert (process.pid, process.restarts) == (pid, 0)
 
 
 async def test_warnings_reach_the_console_and_all_lines_the_log(bench: Bench) -> None:
