@@ -12,6 +12,8 @@ from services.core.event import MAX_MILLIS_DIGITS
 from services.core.pipes import NAME_PATTERN
 
 PREFIX = "penstock_retry_"
+BREAKER_OPEN = "breaker_open"
+"""The reason of an event that was handed over without an attempt."""
 MAX_REASON, MAX_DETAIL = 100, 1024
 """Bytes. `wrap` cuts longer texts, `read_state` refuses them."""
 

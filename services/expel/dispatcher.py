@@ -20,6 +20,7 @@ from services.core.broker.record import Batch, TopicPartition
 from services.core.consuming import Membership
 from services.core.ledger.report import Span
 from services.core.progress import LIMIT_S, Step
+from services.core.retry_state import BREAKER_OPEN
 from services.core.topic_names import parked_topic, retry_topic
 from services.expel.dedup import RetryTakeover, RetryTopicFilter
 from services.expel.delivery import Delivery, Rendered, Unreadable
@@ -32,7 +33,6 @@ from services.expel.side_topics import SideRecord, SideTopicWriter
 from services.expel.throttle import SendThrottle
 from services.expel.webhook.body import render_damaged
 
-_BREAKER_OPEN = "breaker_open"
 _NOT_TRIED = "not tried: the destination's last requests failed"
 
 
@@ -350,7 +350,7 @@ class Dispatcher:
         while left > 0 and self._is_due(now):
             delivery = self._queue.pop(now)
             least = blocked_for + backoff.full_jitter(blocked_for / 2)
-            failure = Failure(_BREAKER_OPEN, _NOT_TRIED, recoverable=True, retry_after=least)
+            failure = Failure(BREAKER_OPEN, _NOT_TRIED, recoverable=True, retry_after=least)
             self._side_topics.write_retries(delivery, dict.fromkeys(range(len(delivery)), failure))
             left -= len(delivery)
         shedder.end_turn(limit - left, is_more=left <= 0 or was_full)

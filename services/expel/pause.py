@@ -82,7 +82,7 @@ class PauseState:
             "destination_gone",
             lane=self._lane,
             reason=detail,
-            hint=f"its events are parked; nothing is lost. Try: penstock destination resume {self._destination}",
+            hint=f"its events are parked; nothing is lost. Try: penstock destination resume {self._lane}",
         )
 
     async def watch_replay(self) -> NoReturn:

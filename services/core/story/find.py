@@ -7,7 +7,7 @@ from itertools import chain
 
 import msgspec
 
-from services.core.audit import Entry, decode_entry
+from services.core.audit import RESET, Entry, decode_entry
 from services.core.broker.contract import Broker
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.reading import scan
@@ -130,6 +130,8 @@ class _Finder:
     events: list[Event] = field(default_factory=list)
     renames: Mapping[str, str] = field(init=False)
     has_all: bool = True
+    is_reset: bool = False
+    """Whether an operator moved a group back over one of the events: it may be delivered again after its first delivery."""
 
     def __post_init__(self) -> None:
         self.renames = renames_of(self.pipes)
@@ -137,6 +139,8 @@ class _Finder:
     async def find(self) -> Story:
         await self._find_records()
         committed = await self._read_committed()
+        acts = await self._read_acts()
+        self.is_reset = any(entry.action == RESET for entry in acts)
         reports = await self._read_reports()
         await self._find_outputs(reports)
         await self._find_side_records(reports)
@@ -145,7 +149,8 @@ class _Finder:
                 if any(found.position.topic == topic for event in self.events for found in event.side):
                     committed |= await self._committed_in(pipe, [topic])
         paused = await list_paused(self.broker.reader, self.renames) if self.events else {}
-        acts = await self._read_acts()
+        if any(event.side or event.outputs for event in self.events):
+            acts = await self._read_acts()
         facts = Facts(
             self.pipes,
             reports,
@@ -238,11 +243,11 @@ class _Finder:
         return [origin for event in self.events if (origin := event.run) is not None]
 
     def _is_done(self, reports: Reports) -> bool:
-        """Whether every destination of every event has delivered it. Of several outputs, one may have been delivered.
+        """Whether every destination of every event has delivered it, for good. Of several outputs, one may have been delivered.
 
         Before the pipe had its transform, it may have delivered the event as it was: then the transform's report comes later.
         """
-        return all(
+        return not self.is_reset and all(
             event.run is not None
             and len(event.outputs.get(pipe, ())) < 2
             and (

@@ -57,7 +57,12 @@ class Reports:
 
     def first(self, origin: Origin | None, step: Step, outcome: Outcome) -> int | None:
         """When this outcome was first reported, ms."""
-        return next((told.at_ms for told in self.of(origin, step) if told.outcome == outcome), None)
+        return self.first_since(origin, step, outcome, None)
+
+    def first_since(self, origin: Origin | None, step: Step, outcome: Outcome, since_ms: int | None) -> int | None:
+        """When this outcome was first reported at or after a time, ms. None: at any time."""
+        times = (told.at_ms for told in self.of(origin, step) if told.outcome == outcome)
+        return next((at_ms for at_ms in times if since_ms is None or at_ms >= since_ms), None)
 
     def add(self, report: Report, wanted: dict[tuple[str, int], BitMap]) -> None:
         step: Step = (report.node, report.pipe, report.destination)
@@ -79,8 +84,8 @@ class Reports:
             for number in there:
                 origin = Origin(one.incarnation, one.partition, number)
                 known = self.by_event.setdefault(origin, {}).setdefault(step, [])
-                if not known or known[-1].outcome != one.outcome:
-                    known.append(Told(one.outcome, report.at_ms))
+                if (told := Told(one.outcome, report.at_ms)) not in known[-1:]:
+                    known.append(told)
 
 
 async def read_reports(

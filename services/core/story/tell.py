@@ -9,7 +9,7 @@ from services.core.event import OUTPUTS, read_arrival
 from services.core.ledger.report import Outcome
 from services.core.masking import mask_text
 from services.core.pipes import Destination
-from services.core.retry_state import RetryState, state_of
+from services.core.retry_state import BREAKER_OPEN, RetryState, state_of
 from services.core.story.facts import DEAD, Event, Facts, lane_of
 from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, State
 from services.core.story.search import EARLY_MS, Found, time_of
@@ -30,6 +30,11 @@ _SHOWN_ORIGIN = 100  # bytes; other programs may write any
 _ORDER = [RETRY_IN, *(delay_topic(seconds) for seconds in reversed(DELAYS_S))]
 """The direction in which the retrier moves events."""
 _SILENT = "the {} has reported nothing since; it does not run, or the ledger is off"
+_WHY_NOTHING = {
+    "filtered": "gets nothing of it: the transform dropped it",
+    "dead": "gets nothing of it: the transform could not transform it",
+}
+"""By the outcome of the transform, for a destination."""
 _PARKED = parked_topic("")
 _RETRY = retry_topic("")
 
@@ -122,7 +127,7 @@ def _why_no_output(pipe: str, facts: Facts) -> str:
     """Of an event that the transform has read, and whose origin no output has."""
     if _joins_events(pipe, facts):
         return "read by a transform over several events: it is part of a result, which names no event, or was dropped"
-    return "dropped by the transform: no output has its origin"
+    return "dropped by the transform: no result of it belongs to this event"
 
 
 def _joins_events(pipe: str, facts: Facts) -> bool:
@@ -147,6 +152,17 @@ def _attempts(count: int) -> str:
     return format_count(count, "attempt")
 
 
+def _describe_attempts(state: RetryState, before: int) -> str:
+    """The attempts of one round, before the reason of the last failure. before: of the rounds before it, if they are known."""
+    if not state.attempts:
+        return "no attempt:"
+    if state.reason == BREAKER_OPEN:
+        return f"no attempt in this round ({state.attempts} failed before):"
+    if not 0 < before < state.attempts:
+        return f"{_attempts(state.attempts)} failed, the last with"
+    return f"{state.attempts - before} more failed ({_attempts(state.attempts)} in all), the last with"
+
+
 def _acts_on(found: Found, acts: Iterable[Entry]) -> Iterator[Entry]:
     """The entries that have this record, oldest first. Older ones are about a topic of the same name that was deleted."""
     (topic, partition, offset), first_ms = found.position, (read_arrival(found.record) or 0) - EARLY_MS
@@ -159,7 +175,7 @@ def _acts_on(found: Found, acts: Iterable[Entry]) -> Iterator[Entry]:
 def _dead(found: Found, acts: Iterable[Entry]) -> Iterator[_Step]:
     """A dead letter, and what operators did with it."""
     letter, at_ms, position = DeadLetter.of(found.position, found.record), found.record.timestamp, str(found.position)
-    tried = f" after {_attempts(letter.attempts)}" if letter.attempts else ""
+    tried = f" after {_attempts(letter.attempts)}{' in all' if letter.attempts > 1 else ''}" if letter.attempts else ""
     text = f"dead letter{tried}: {_reason(letter.reason, letter.detail)}"
     moment = Moment(
         at=format_time(at_ms),
@@ -206,7 +222,8 @@ class _LaneTeller:
             at = format_time(delivered)
             moment = Moment(at=at, what="delivered", text=text, attempts=failed or None)
             last = _Step(delivered, 4, moment, "delivered", f"{at} {text}", None)
-            return self._lane(self._open_output(steps) or last, [*steps, last])
+            again = [one for one in steps if one.at_ms >= delivered and one.state in ("delivered", "not_read")]
+            return self._lane(self._open_output(steps) or max([last, *again], key=_when), [*steps, last])
         steps += self._reported(steps)
         if not steps:
             steps += self._filtered()
@@ -244,6 +261,7 @@ class _LaneTeller:
 
     def _waits(self) -> Iterator[_Step]:
         """From the records of the retrier's topics and of `.retry`. The copies of one round are one moment."""
+        before = 0
         rounds: dict[tuple[int, int], list[tuple[Found, RetryState]]] = {}
         for found in self._side:
             state = state_of(found.record)
@@ -251,17 +269,19 @@ class _LaneTeller:
                 rounds.setdefault((state.rounds, state.due), []).append((found, state))
         for copies in rounds.values():
             copies.sort(key=lambda one: (one[0].record.timestamp, _rank(one[0].position.topic)))
+        for copies in sorted(rounds.values(), key=lambda copies: copies[0][0].record.timestamp):
             first, state = copies[0]
             last = copies[-1][0]
             if state.attempts or first.position.topic == RETRY_IN:
-                yield self._handed_over(first, last, state)
+                yield self._handed_over(first, last, state, before)
+                before = state.attempts
             if last.position.topic.endswith(_RETRY):
                 yield self._back(last, state)
 
-    def _handed_over(self, first: Found, last: Found, state: RetryState) -> _Step:
+    def _handed_over(self, first: Found, last: Found, state: RetryState, before: int) -> _Step:
+        """before: the failed attempts of earlier rounds, as far as they are known. A redrive begins to count again."""
         at_ms, due = first.record.timestamp, format_time(state.due)
-        tried = f"{_attempts(state.attempts)} failed, the last with" if state.attempts else "no attempt:"
-        text = f"{tried} {_reason(state.reason, state.detail)}; next due {due}"
+        text = f"{_describe_attempts(state, before)} {_reason(state.reason, state.detail)}; next due {due}"
         moment = Moment(
             at=format_time(at_ms),
             what="handed_over",
@@ -273,7 +293,12 @@ class _LaneTeller:
             due=due,
         )
         since = format_time(state.first_failure)
-        now = f"waits for another attempt since {since}, next due {due}; last failure {mask_text(state.reason)}"
+        why = (
+            "the circuit breaker was open"
+            if state.reason == BREAKER_OPEN
+            else f"last failure {mask_text(state.reason)}"
+        )
+        now = f"waits for another attempt since {since}, next due {due}; {why}"
         return _Step(at_ms, 0, moment, "waiting", now, str(last.position))
 
     def _back(self, found: Found, state: RetryState) -> _Step:
@@ -295,7 +320,8 @@ class _LaneTeller:
                 at=format_time(at_ms), what="parked", text=text, position=position, attempts=attempts or None
             )
             if lane_name(self._name, self._destination) in self._facts.paused:
-                now = f"parked until the destination is resumed: penstock destination resume {self._destination}"
+                lane = lane_name(self._name, self._destination)
+                now = f"parked until the destination is resumed: penstock destination resume {lane}"
                 yield _Step(at_ms, 2, moment, "parked", now, position)
             else:
                 waiting, now = self._progress(
@@ -335,6 +361,14 @@ class _LaneTeller:
                     text = f"to be delivered again: {by} moved the offsets back"
                     moment = Moment(at=format_time(entry.at), what="reset", text=text, position=position, by=by)
                     yield _Step(entry.at, 7, moment, *self._upstream())
+                    yield from self._delivered_again(entry.at)
+
+    def _delivered_again(self, since_ms: int) -> Iterator[_Step]:
+        """The first delivery after a reset. No member ran at its time, so everything from before it was reported before."""
+        step = ("expel", self._name, self._destination)
+        if (at_ms := self._facts.reports.first_since(self._event.run, step, "delivered", since_ms)) is not None:
+            at, text = format_time(at_ms), "delivered again, after the reset"
+            yield _Step(at_ms, 8, Moment(at=at, what="delivered", text=text), "delivered", f"{at} {text}", None)
 
     def _inputs(self) -> list[Found]:
         """The records that the lane reads."""
@@ -391,7 +425,7 @@ class _LaneTeller:
         if passage is not None and passage.outcome != "passed":
             if passage.outcome == "filtered" and _joins_events(self._name, self._facts):
                 return "not_passed", "gets the results, which name no event", None
-            return "not_passed", "has not passed the transform", None
+            return "not_passed", _WHY_NOTHING.get(passage.outcome or "", "has not passed the transform yet"), None
         read = self._inputs()
         if not read:
             return "unknown", "nothing is stored about it", None

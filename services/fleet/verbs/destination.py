@@ -139,6 +139,9 @@ async def _change(url: str, file: PipeFile, name: str, pipe: str | None, new: Pa
         for one in await count_parked(broker, choose(list_destinations(file, pauses), name, pipe)):
             if as_json:
                 typer.echo(json.dumps(one.as_json()))
+            elif one.lane in changed and one.state != "paused":
+                sent = f"; its {format_count(one.parked, 'parked event')} will be sent" if one.parked else ""
+                ERR.print(f"{one.lane} is resumed{sent}")
             else:
                 ERR.print(describe(one, already=one.lane not in changed))
 

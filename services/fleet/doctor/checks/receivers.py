@@ -218,7 +218,7 @@ def find_gone(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 f"The receiver of {name} answered 410 and wants no more events, so the destination is paused.",
                 [_since(pause), "its events are parked and kept"],
-                f"penstock destination resume {name.partition('/')[2]}   # when its owner has corrected that",
+                f"penstock destination resume {name}   # when its owner has corrected that",
                 about(name),
             )
 
