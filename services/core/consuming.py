@@ -31,6 +31,9 @@ log = structlog.get_logger()
 
 REVOKE_WAIT_S = 5.0
 """How long a revoked partition waits for its records: long enough for a healthy receiver, shorter than a request's time-out."""
+COMMIT_WAIT_S = 15.0
+"""How long a revoked partition waits for its last report and commit. Longer than it takes to replace a broker that leads one of
+the topics: what was delivered and is not committed is delivered again by the next owner."""
 _POLL_WAIT_S = 1.0
 _MAX_POLL_RECORDS = 1000
 _POLL_ERROR_WAIT_S = 0.5
@@ -112,9 +115,9 @@ class Membership:
     Reported before committed: the ledger's report of the settled events is durable before their offsets are committed.
 
     When a partition is revoked: (1) no work on its other records is started, and the processor has REVOKE_WAIT_S seconds to
-    finish the started work; (2) the settled records are reported and committed, within as many seconds again; (3) the tracker
-    forgets the partition and the processor disowns it. The next owner polls the unsettled records again. So events may be
-    delivered twice, and none is lost.
+    finish the started work; (2) the settled records are reported and committed, repeated for COMMIT_WAIT_S seconds; (3) the
+    tracker forgets the partition and the processor disowns it. The next owner polls the unsettled records again. So events may
+    be delivered twice, and none is lost.
 
     An offset is only valid for the ownership in which it was polled: the same partition may come back as a topic that was
     deleted and created anew, with other events at the same offsets. So an offset is committed only if its partition was not
@@ -133,7 +136,7 @@ class Membership:
         self._committing = asyncio.Lock()
         self._soon = asyncio.Event()
         self._over = asyncio.Event()
-        self._is_failing_to_commit = False
+        self._is_failing_to_commit = self._leaving = False
         self._polls = self._commits = 0
         """How many were begun."""
         self._is_polling = self._is_committing = False
@@ -192,6 +195,7 @@ class Membership:
             for work in beside:
                 work.cancel()
             # A report that hangs must not keep the partitions from the next owner.
+            self._leaving = True
             await self._try_commit(REVOKE_WAIT_S)
         self._processor.update_metrics()
         return is_drained
@@ -202,7 +206,7 @@ class Membership:
         try:
             await self._processor.drain_partitions(partitions, REVOKE_WAIT_S)
             if self._consumer is not None:
-                await self._try_commit(REVOKE_WAIT_S)
+                await self._try_commit(REVOKE_WAIT_S if self._leaving else COMMIT_WAIT_S)
         finally:  # also when the backend cancels this: the rest would block the partitions when they come back
             self._disown(partitions)
             self._stuck -= partitions
@@ -294,10 +298,12 @@ class Membership:
             self._processor.update_metrics()
 
     async def _try_commit(self, limit: float | None = None) -> None:
-        """One try within `limit` seconds. A failed one is repeated at the next interval; to commit twice is harmless."""
+        """One try, which is repeated at the next interval; with a `limit`: tries for so many seconds. To commit twice is
+        harmless.
+        """
         try:
             async with asyncio.timeout(limit):
-                await self._commit_once()
+                await (self._commit_once() if limit is None else self.commit())
         except (BrokerError, TimeoutError) as error:
             if not self._is_failing_to_commit:
                 reason = f"no result within {limit:g} s" if limit is not None and not str(error) else str(error)

@@ -1,174 +1,145 @@
-"""Batches in doubt, refused and repeated on three real brokers: make soak ARGS="--doubt --minutes 10"
+"""Batches in doubt, refused and repeated on three real brokers: the fleet's first half, its clients, and what strikes it.
 
-Writers send batches of equal size while followers are frozen and thawed and brokers lose each other. One topic has two
-replicas that must both have a record, so that a single frozen follower makes its leader first doubt and then refuse; the other
-has three, of which two must. In the end every record is read. One that was acknowledged must be there once, in the order of its
-writer; one that was "not stored" must not be there. Exit status 1 when that does not hold, or when nothing was ever in doubt.
+Two ingest write to two topics. One topic has two replicas that must both have a record, so that a single frozen follower makes
+its leader first doubt and then refuse; the other has three, of which two must. For each ingest and partition one client sends
+batches of equal size over HTTP, each once, and notes every answer. `doubt_oracle` says what must hold in the end.
 """
 
 import asyncio
 import os
 import random
 import signal
-import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import permutations
+from itertools import count
 from pathlib import Path
-from typing import Any
 
-from aiokafka.record.memory_records import MemoryRecords
-from aiokafka.structs import TopicPartition
+import aiohttp
+import orjson
 
+from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
-from services.core.broker.errors import OutcomeUnknown
-from services.core.broker.kafka import KafkaBroker, Timing
-from services.core.broker.kafka.appender import KafkaAppender, SequenceState
-from services.core.broker.kafka.record_batch import Packed
-from services.core.broker.producer import Producer
-from services.core.broker.record import Record
-from services.core.broker.retry import AppendPolicy
-from services.core.jvm.kafka import KafkaCluster, Node, free_ports, server_properties
-from tests.support.fault_table import HEAD, Row
-from tests.support.kafka import describe_partitions, make_topic
+from services.core.broker.partitioner import choose_partition
+from services.core.jvm.kafka import KafkaCluster
+from services.core.pipes import load_pipes
+from services.core.provision import ensure_topics
+from tests.faults.fleet import DEADLINE, Fleet, Service, open_fleet, wait_until
+from tests.faults.sender import CLIENT_TIMEOUT
+from tests.support.kafka import describe_partitions, make_topic, unique_name
+from tests.support.oracle import Fate, Ledger
+from tests.support.ports import free_port
 from tests.support.tcp_proxy import TcpProxy, open_proxy
 
 PARTITIONS = 6
-"""Of each topic, each with one writer: nothing travels with its batches, so that all have the same size."""
+"""Of each topic, each with one client of each ingest: nothing travels with its batches, so that all have the same size."""
 BATCH = 2
-"""Records of every batch."""
-PAUSE_S = 0.02
-QUICK = AppendPolicy(deadline=3.0, append_timeout=4.0)
-QUICK_TIMING = Timing(session=2.0, heartbeat=0.3, drain=10.0, request=3.0, metadata=1.0)
-FREEZE_S = (7.5, 14.0)
-"""Longer than it takes the controller to miss a node (6 s), so that its leader has too few replicas in sync."""
+"""Events of every batch."""
+PAUSE_S = 0.1
+PIPE = "doubt"
 CUT_S = (4.0, 12.0)
 REPLACED_S = 9.0
 """Longer than it takes the controller to miss a node (6 s)."""
-SETTLE_S = 240.0
-_PAGE = 1000
-
-
-class RecordedAppender(KafkaAppender):
-    """Keeps what each attempt was answered. attempts: by the values of its batch's first record."""
-
-    attempts: dict[bytes, list[str]]
-
-    async def _send(
-        self, target: Any, state: SequenceState, packed: Packed, batch: Sequence[Record], *rest: Any
-    ) -> int:
-        client = await self._cluster.client()
-        leader = client.cluster.leader_for_partition(TopicPartition(target.topic, target.partition))
-        began, number = time.monotonic(), f"producer {state.identity.producer_id} number {state.next}"
-        answer: object = "cancelled"
-        try:
-            offset = await super()._send(target, state, packed, batch, *rest)
-        except BaseException as error:
-            answer = repr(error)
-            raise
-        else:
-            answer = f"offset {offset}"
-            return offset
-        finally:
-            took = f"{began:.3f} to {time.monotonic():.3f}"
-            texts = self.attempts.setdefault(batch[0].value or b"", [])
-            texts.append(f"{took}: {len(batch)} records as {number} to node {leader}: {answer}")
 
 
 @dataclass(eq=False)
-class Writer:
-    """One row of batches to one partition. fates: of each of its values, by number."""
+class Client:
+    """Sends one row of batches to one ingest; all events have one key. numbers: of its events, in their order."""
 
     topic: str
     partition: int
-    name: str
-    fates: list[str] = field(default_factory=list)
+    url: str
+    key: str
+    numbers: list[int] = field(default_factory=list)
+    acknowledged_at: float = 0.0
 
-    async def run(self, producer: Producer, stopping: asyncio.Event, acknowledged: Callable[[], None]) -> None:
+    async def run(self, trial: "DoubtTrial", session: aiohttp.ClientSession, stopping: asyncio.Event) -> None:
         """Send batch after batch, each once, until told to stop."""
+        ledger = trial.ledger
         while not stopping.is_set():
-            first = len(self.fates)
-            self.fates += ["unknown"] * BATCH
-            now = (
-                time.time_ns() // 1_000_000
-            )  # Kafka forgets early who sent records of an old time: see test_producer_expiry
-            records = [Record(b"k", b"%s-%d" % (self.name.encode(), first + n), now) for n in range(BATCH)]
-            (part,) = (await producer.send_to(self.topic, {self.partition: records})).parts
-            failed = dict(part.failed)
-            for index in range(BATCH):
-                error = failed.get(index)
-                fate = "unknown" if isinstance(error, OutcomeUnknown) else "refused" if error else "acknowledged"
-                self.fates[first + index] = fate
-            if not failed:
-                acknowledged()
+            numbers = ledger.issue(BATCH)
+            self.numbers += numbers
+            ledger.sending(numbers)
+            events = [self._event(ledger.event_id(number)) for number in numbers]
+            try:
+                async with session.post(self.url, json=events) as answer:
+                    status, body = answer.status, await answer.read()
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                status, body = 0, b""
+            ledger.note_answer(numbers, status, body)
+            trial.answers[status] += 1
+            if status == 200:
+                self.acknowledged_at = time.monotonic()
+                trial.acks.append(self.acknowledged_at)
             await asyncio.sleep(PAUSE_S)
 
-    def complaints(self, found: list[int]) -> list[str]:
-        """What is wrong about the numbers of its records that are stored, in their order."""
-        counts = Counter(found)
-        wrong = []
-        for number, fate in enumerate(self.fates):
-            if fate == "acknowledged" and counts[number] != 1:
-                wrong.append(
-                    f"{self.topic}[{self.partition}] {self.name}-{number} was acknowledged: {counts[number]} times"
-                )
-            elif fate == "refused" and counts[number]:
-                wrong.append(
-                    f"{self.topic}[{self.partition}] {self.name}-{number} was not stored: {counts[number]} times"
-                )
-        ordered = [number for number in found if self.fates[number] == "acknowledged"]
-        if ordered != sorted(ordered):
-            wrong.append(f"{self.topic}[{self.partition}] {self.name}: acknowledged records lie in another order")
-        return wrong
+    def _event(self, event_id: str) -> dict[str, object]:
+        """Of today: see tests/kafka/test_producer_expiry.py. All have the same size."""
+        return {
+            "id": event_id,
+            "key": self.key,
+            "time": time.time_ns() // 1_000_000,
+            "fill": "x" * (40 - len(event_id)),
+        }
 
 
 @dataclass(eq=False)
 class DoubtTrial:
-    """One run. links: the proxy through which other brokers reach a node. quorum: (from, to) the proxies through which nodes
-    reach each other's controllers. Both are empty without proxies."""
+    """One run. doors: the proxy between the clients and each ingest, by its name. answers: how often each status was seen (0: no
+    answer).
+
+    links: the proxy through which other brokers reach a node. quorum: (from, to) the proxies through which nodes reach each
+    other's controllers. Both are empty without proxies.
+    """
 
     cluster: KafkaCluster
     broker: Broker
-    producer: Producer
-    writers: list[Writer]
+    fleet: Fleet
+    pipes: Path
+    topics: tuple[str, str]
     seed: int
-    appender: RecordedAppender
+    ledger: Ledger
+    doors: dict[str, TcpProxy] = field(default_factory=dict)
+    clients: list[Client] = field(default_factory=list)
     links: dict[int, TcpProxy] = field(default_factory=dict)
     quorum: dict[tuple[int, int], TcpProxy] = field(default_factory=dict)
     faults: Counter[str] = field(default_factory=Counter)
     strikes: list[str] = field(default_factory=list)
-    stored: dict[str, int] = field(default_factory=dict)
+    answers: Counter[int] = field(default_factory=Counter)
     acks: list[float] = field(default_factory=list)
     recovery: float = 0.0
-    complaints: list[str] = field(default_factory=list)
 
     @property
     def strict(self) -> str:
         """The topic of which both replicas must have a record."""
-        return self.writers[0].topic
+        return self.topics[0]
 
     @asynccontextmanager
     async def load(self) -> AsyncIterator[None]:
-        """All write meanwhile; ends when every answer is there."""
+        """All clients send meanwhile; ends when every answer is there."""
         stopping = asyncio.Event()
-
-        def acknowledged() -> None:
-            self.acks.append(time.monotonic())
-
-        async with asyncio.TaskGroup() as group:
-            for writer in self.writers:
-                group.create_task(writer.run(self.producer, stopping, acknowledged))
+        limits = {"timeout": aiohttp.ClientTimeout(total=CLIENT_TIMEOUT), "connector": aiohttp.TCPConnector(limit=0)}
+        async with aiohttp.ClientSession(**limits) as session, asyncio.TaskGroup() as group:  # type: ignore[arg-type]
+            for client in self.clients:
+                group.create_task(client.run(self, session, stopping))
             try:
+                await self.recover()
                 yield
             finally:
                 stopping.set()
 
+    async def stop_ingest(self) -> None:
+        """Drained: each has reported everything."""
+        for service in self.fleet.of("ingest"):
+            service.send(signal.SIGTERM)
+        for service in self.fleet.services.values():
+            if "ingest" in service.module:
+                assert await service.wait_end() == 0, service.log.read_text()[-2000:]
+
     async def freeze(self, node: int, seconds: float) -> None:
-        """Stop one node for so long, then wait until every writer gets through again."""
+        """Stop one node for so long, then wait until every client gets through again."""
         began = time.monotonic()
         pid = self.cluster.brokers[node].pid
         assert pid is not None
@@ -183,17 +154,17 @@ class DoubtTrial:
         await self.recover()
 
     async def cut(self, node: int, seconds: float) -> None:
-        """No other broker reaches this one for so long; clients and the controllers do."""
+        """No other broker reaches this one for so long; ingest and the controllers do."""
         async with self._refusing(f"node {node} was cut off", [self.links[node]]):
             await asyncio.sleep(seconds)
         self.faults["cut"] += 1
         await self.recover()
 
     async def isolate(self, node: int, other: int, seconds: float) -> None:
-        """This node and the controllers lose each other: it is replaced, and leads on without hearing of it. Clients reach it.
+        """This node and the controllers lose each other: it is replaced, and leads on without hearing of it. Ingest reaches it.
 
-        Meanwhile no broker reaches another node for so long: what that node has got is in doubt, and clients that ask the old
-        leader are told that it leads.
+        Meanwhile no broker reaches another node for so long: what that node has got is in doubt, and an ingest that asks the old
+        leader is told that it leads.
         """
         links = [link for pair, link in self.quorum.items() if node in pair]
         async with self._refusing(f"node {node} was isolated", links):
@@ -216,13 +187,31 @@ class DoubtTrial:
                 link.refuses = False
             self.strikes.append(f"{began:.3f} to {time.monotonic():.3f}: {text}")
 
+    def hang_up(self, name: str) -> None:
+        """The connections of the clients of one ingest are lost, with the answers that were to come."""
+        self.doors[name].cut()
+        self.faults["hang up"] += 1
+
+    async def kill_ingest(self, name: str) -> None:
+        """Kill -9, and start it again. What it had in doubt, nobody repeats."""
+        service = self.fleet.services[name]
+        await service.kill()
+        await service.start()
+        self.strikes.append(f"{time.monotonic():.3f}: {name} was killed")
+        self.faults["kill ingest"] += 1
+
     async def recover(self) -> None:
-        """Until each writer has had something acknowledged again."""
+        """Until each client has had a batch acknowledged that it sent after now."""
         began = time.monotonic()
-        sent = [len(writer.fates) for writer in self.writers]
-        async with asyncio.timeout(SETTLE_S):
-            while not all("acknowledged" in w.fates[n:] for w, n in zip(self.writers, sent, strict=True)):
-                await asyncio.sleep(0.1)
+        sent = [len(client.numbers) for client in self.clients]
+
+        def all_do() -> bool:
+            return all(
+                any(self.ledger.fate[number] == Fate.OBLIGED for number in client.numbers[before:])
+                for client, before in zip(self.clients, sent, strict=True)
+            )
+
+        await wait_until(all_do, DEADLINE)
         self.recovery = max(self.recovery, time.monotonic() - began)
 
     async def follower(self, partition: int) -> int:
@@ -231,166 +220,68 @@ class DoubtTrial:
         replicas: list[int] = found["replicas"]
         return next(node for node in replicas if node != found["leader"])
 
-    async def strike_until(self, end: float, chance: random.Random) -> None:
-        """Freeze and cut nodes, one after the other, until this moment (monotonic)."""
+    async def strike_until(self, end: float, chance: random.Random, freeze_s: tuple[float, float]) -> None:
+        """Freeze and cut nodes, one after the other, until this moment (monotonic); beside half of it strike an ingest."""
         while time.monotonic() < end:
-            kind = chance.random() if self.links else 1.0
-            if kind < 0.25:
-                node, other = chance.sample(list(self.links), 2)
-                await self.isolate(node, other, chance.uniform(*CUT_S))
-            elif kind < 0.5:
-                await self.cut(chance.choice(list(self.links)), chance.uniform(*CUT_S))
-            else:
-                await self.freeze(await self.follower(chance.randrange(PARTITIONS)), chance.uniform(*FREEZE_S))
+            kind = chance.random()
+            async with asyncio.TaskGroup() as group:
+                if chance.random() < 0.5:
+                    group.create_task(self._strike_ingest(chance.choice(sorted(self.doors)), chance))
+                if kind < 0.25:
+                    node, other = chance.sample(list(self.links), 2)
+                    await self.isolate(node, other, chance.uniform(*CUT_S))
+                elif kind < 0.5:
+                    await self.cut(chance.choice(list(self.links)), chance.uniform(*CUT_S))
+                else:
+                    await self.freeze(await self.follower(chance.randrange(PARTITIONS)), chance.uniform(*freeze_s))
             await asyncio.sleep(chance.uniform(0.5, 2.0))
 
-    async def judge(self) -> Row:
-        """Read everything, and compare. The trial's row; `complaints` says what is wrong."""
-        for topic in {writer.topic for writer in self.writers}:
-            for partition in range(PARTITIONS):
-                await self._judge_partition(topic, partition)
-        fates = Counter(fate for writer in self.writers for fate in writer.fates)
-        if not fates["unknown"] or not fates["refused"]:
-            self.complaints.append(f"nothing was in doubt, or nothing refused: the run proves nothing ({dict(fates)})")
-        gaps = [later - earlier for earlier, later in zip(self.acks, self.acks[1:], strict=False)]
-        acknowledged = fates.pop("acknowledged", 0)
-        return Row(
-            fault="22 followers frozen" + (", brokers cut off" if self.links else "") + ", equal batches",
-            broker="kafka",
-            acknowledged=acknowledged,
-            delivered=sum(1 for count in self.stored.values() if count),
-            dead=0,
-            duplicates=sum(count - 1 for count in self.stored.values()),
-            sent_again=0,
-            lost=sum("was acknowledged: 0" in text for text in self.complaints),
-            recovery=self.recovery,
-            gap=max(gaps, default=None),
-            peak_rss={},
-            seed=self.seed,
-            answers=dict(fates),
-        )
-
-    async def _judge_partition(self, topic: str, partition: int) -> None:
-        found: dict[str, list[int]] = {}
-        held = (await self.broker.reader.describe(topic))[partition]
-        offset = held.start
-        while offset < held.end and (
-            batch := await self.broker.reader.read(topic, partition, offset, max_records=_PAGE)
-        ):
-            for record in batch.records:
-                name, _, number = (record.value or b"").decode().partition("-")
-                found.setdefault(name, []).append(int(number))
-                self.stored[f"{name}-{number}"] = self.stored.get(f"{name}-{number}", 0) + 1
-            offset = batch.offsets[-1] + 1
-        for writer in self.writers:
-            if (writer.topic, writer.partition) == (topic, partition):
-                wrong = writer.complaints(found.get(writer.name, []))
-                self.complaints += wrong
-                if wrong:
-                    await self._explain(writer, found.get(writer.name, []))
-
-    async def _explain(self, writer: Writer, found: list[int]) -> None:
-        """Say how what lies twice got there: what is stored under which number, and what each attempt was answered."""
-        counts = Counter(found)
-        leader = (await describe_partitions(self.cluster.bootstrap, writer.topic))[writer.partition]["leader"]
-        folder = self.cluster.brokers[leader].data / f"{writer.topic}-{writer.partition}"
-        copies: dict[bytes, list[str]] = {}
-        for path in sorted(folder.glob("*.log")):
-            records = MemoryRecords(path.read_bytes())
-            while records.has_next():
-                batch = records.next_batch()
-                place = f"offset {batch.base_offset} as producer {batch.producer_id} number {batch.base_sequence}"
-                for record in batch:
-                    copies.setdefault(record.value, []).append(place)
-        self.complaints += [f"  strike {text}" for text in self.strikes]
-        for number in sorted(counts):
-            if counts[number] > 1 and number % BATCH == 0:
-                for near in range(number - 2 * BATCH, number + 2 * BATCH, BATCH):
-                    value = b"%s-%d" % (writer.name.encode(), near)
-                    self.complaints += [f"  {value!r} is stored at {text}" for text in copies.get(value, [])]
-                    self.complaints += [
-                        f"  {value!r} was tried {text}" for text in self.appender.attempts.get(value, [])
-                    ]
+    async def _strike_ingest(self, name: str, chance: random.Random) -> None:
+        await asyncio.sleep(chance.uniform(0.5, 9.0))
+        if chance.random() < 0.5:
+            self.hang_up(name)
+        else:
+            await self.kill_ingest(name)
 
 
 @asynccontextmanager
 async def open_doubt(
-    cluster: KafkaCluster, seed: int, timing: Timing, policy: AppendPolicy
+    cluster: KafkaCluster, folder: Path, seed: int, ingest: str = "services.ingest"
 ) -> AsyncIterator[DoubtTrial]:
-    """Topics, writers and a producer on a running cluster; nobody writes yet."""
+    """Topics, two ingest and their clients on a running cluster; nobody sends yet. ingest: the module that runs."""
     keep = {"retention.ms": "-1", "min.insync.replicas": "2"}
     strict = await make_topic(cluster.bootstrap, "strict", partitions=PARTITIONS, replicas=2, configs=keep)
     usual = await make_topic(cluster.bootstrap, "usual", partitions=PARTITIONS, configs=keep)
-    places = [(topic, partition) for topic in (strict, usual) for partition in range(PARTITIONS)]
-    writers = [Writer(*place, f"w{index}") for index, place in enumerate(places)]
-    async with KafkaBroker.open(cluster.bootstrap, timing=timing) as broker:
-        appender = RecordedAppender(broker._sending, broker._limits)
-        appender.attempts = {}
-        producer = Producer(appender, policy=policy)
-        yield DoubtTrial(cluster, broker, producer, writers, seed, appender)
-        await producer.close()
-
-
-class LinkedCluster(KafkaCluster):
-    """Three nodes that reach each other through proxies only. links: the port for the broker of each node. quorum: (from, to) the
-    ports for the controllers."""
-
-    def __init__(self, folder: Path) -> None:
-        often = {"leader.imbalance.check.interval.seconds": "10", "producer.id.expiration.check.interval.ms": "5000"}
-        super().__init__(folder, settings={"replica.lag.time.max.ms": "4000", **often})
-        taken = {port for one in self.brokers.values() for port in (one.node.port, one.node.controller_port)}
-        free = [port for port in free_ports(len(taken) + len(self.brokers)) if port not in taken]
-        self.inner = dict(zip(self.brokers, free, strict=False))
-        self.links: dict[int, int] = {}
-        self.quorum: dict[tuple[int, int], int] = {}
-
-    def properties(self, node: Node, nodes: Sequence[Node]) -> str:
-        """As without links, with a listener of its own for other brokers, that they hear of as the link's port."""
-        shared = self.brokers[node.node_id].address
-        listeners = f"BROKER://{shared},INNER://127.0.0.1:{self.inner[node.node_id]}"
-        more = {
-            "listeners": f"{listeners},CONTROLLER://127.0.0.1:{node.controller_port}",
-            "advertised.listeners": f"BROKER://{shared},INNER://127.0.0.1:{self.links[node.node_id]}",
-            "listener.security.protocol.map": "BROKER:PLAINTEXT,INNER:PLAINTEXT,CONTROLLER:PLAINTEXT",
-            "inter.broker.listener.name": "INNER",
-            "controller.quorum.voters": ",".join(f"{to.node_id}@127.0.0.1:{self._voter(node, to)}" for to in nodes),
-        }
-        return server_properties(node, nodes, str(self.brokers[node.node_id].data), {**self.settings, **more})
-
-    def _voter(self, node: Node, to: Node) -> int:
-        return self.quorum.get((node.node_id, to.node_id), to.controller_port)
-
-
-async def soak(minutes: float, seed: int, folder: Path) -> int:
-    """Run it on a Kafka of its own and print the row. The exit status."""
-    cluster = LinkedCluster(folder / "kafka")
+    url = f"kafka://{cluster.bootstrap}"
     async with AsyncExitStack() as stack:
-        links = {n: await stack.enter_async_context(open_proxy("127.0.0.1", p)) for n, p in cluster.inner.items()}
-        cluster.links = {node: link.port for node, link in links.items()}
-        ports = {node: one.node.controller_port for node, one in cluster.brokers.items()}
-        quorum = {
-            pair: await stack.enter_async_context(open_proxy("127.0.0.1", ports[pair[1]]))
-            for pair in permutations(ports, 2)
-        }
-        cluster.quorum = {pair: link.port for pair, link in quorum.items()}
-        stack.callback(cluster.stop, grace_s=0)
-        await asyncio.to_thread(cluster.start)
-        trial = await stack.enter_async_context(open_doubt(cluster, seed, Timing(), AppendPolicy()))
-        trial.links, trial.quorum = links, quorum
-        async with trial.load():
-            await trial.strike_until(time.monotonic() + 60 * minutes, random.Random(seed))
-        row = await trial.judge()
-    print(f"{minutes:g} minutes, faults {dict(trial.faults)}, seed {seed}\n{HEAD}\n{row.text()}")
-    for text in trial.complaints[:500]:
-        print("FAILED:", text)
-    return 1 if trial.complaints else 0
+        broker = await stack.enter_async_context(open_broker(url))
+        pipes = await asyncio.to_thread(_write_pipes, folder, (strict, usual))
+        await ensure_topics(broker.admin, await asyncio.to_thread(load_pipes, pipes))
+        fleet = await stack.enter_async_context(open_fleet())
+        trial = DoubtTrial(cluster, broker, fleet, pipes, (strict, usual), seed, Ledger(unique_name("doubt")))
+        for name in ("ingest-1", "ingest-2"):
+            port = free_port()
+            arguments = ["--broker", url, "--pipes", str(pipes), "--listen", f"127.0.0.1:{port}"]
+            await fleet.add(Service(name, ingest, arguments, folder), ready=False)
+            door = trial.doors[name] = await stack.enter_async_context(open_proxy("127.0.0.1", port))
+            trial.clients += [
+                _make_client(topic, partition, door) for topic in trial.topics for partition in range(PARTITIONS)
+            ]
+        for service in fleet.services.values():
+            await service.wait_ready()
+        yield trial
 
 
-def run(minutes: float, seed: int) -> int:
-    """The exit status."""
-    with tempfile.TemporaryDirectory(prefix="penstock-doubt-", ignore_cleanup_errors=True) as name:
-        return asyncio.run(soak(minutes, seed, Path(name)))
+def _make_client(topic: str, partition: int, door: TcpProxy) -> Client:
+    key = next(key for n in count() if choose_partition((key := f"k{n}").encode(), PARTITIONS) == partition)
+    return Client(topic, partition, f"http://127.0.0.1:{door.port}/v1/streams/{topic}/events", key)
 
 
-if __name__ == "__main__":
-    sys.exit("Try: make soak ARGS=--doubt")
+def _write_pipes(folder: Path, topics: tuple[str, str]) -> Path:
+    """Nobody delivers: the trial ends at the topics."""
+    stream = {"partitions": PARTITIONS, "id": "id", "key": "key", "time": "time"}
+    hook = {"name": "hook", "webhook": {"url": "http://127.0.0.1:9/", "schedule": []}}
+    pipes = {PIPE: {"sources": list(topics), "destinations": [hook]}}
+    path = folder / "doubt.yaml"
+    path.write_bytes(orjson.dumps({"streams": dict.fromkeys(topics, stream), "pipes": pipes}))
+    return path

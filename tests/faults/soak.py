@@ -26,7 +26,7 @@ from services.core.broker.connect import open_broker
 from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.kafka import KafkaCluster
 from services.fleet.folder import ProcessState, read_state
-from tests.faults import doubt, soak_cluster, soak_fidelity, soak_incidents, soak_outage
+from tests.faults import soak_cluster, soak_doubt, soak_fidelity, soak_incidents, soak_outage
 from tests.faults.fleet import wait_until
 from tests.faults.sender import Sender
 from tests.faults.sink import Sink, open_sink
@@ -333,7 +333,7 @@ def main() -> int:
     if arguments.cluster:
         return soak_cluster.run(arguments.cluster, arguments.rate, arguments.seed)
     if arguments.doubt:
-        return doubt.run(arguments.minutes, arguments.seed)
+        return soak_doubt.run(arguments.minutes, arguments.seed)
     if arguments.outage:
         return soak_outage.run(arguments.minutes, arguments.rate, arguments.seed, kafka=arguments.broker == "kafka")
     print("seed", arguments.seed, flush=True)

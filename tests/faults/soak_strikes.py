@@ -267,10 +267,13 @@ def run_strikes(broker: str, wanted: int, rate: float, seed: int) -> int:
     """Run it and print the table. The exit status; what the services said is kept where it is not 0."""
     print("seed", seed, flush=True)
     with tempfile.TemporaryDirectory(prefix="penstock-strikes-", ignore_cleanup_errors=True) as folder:
-        status = asyncio.run(_run(broker, wanted, rate, seed, Path(folder)))
-        if status:
-            kept = Path(f"{folder}-kept")
-            Path(folder).rename(kept)
-            print(f"what the services said is in {kept}", file=sys.stderr)
-            Path(folder).mkdir()
+        status = 1
+        try:
+            status = asyncio.run(_run(broker, wanted, rate, seed, Path(folder)))
+        finally:
+            if status:
+                kept = Path(f"{folder}-kept")
+                Path(folder).rename(kept)
+                print(f"what the services said is in {kept}", file=sys.stderr)
+                Path(folder).mkdir()
         return status

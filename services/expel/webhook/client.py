@@ -31,6 +31,8 @@ _NEXT_ADDRESS = 0.25
 """Seconds until the next address of a name is tried in parallel (RFC 8305)."""
 MAX_HEAD = 16_384
 MAX_RESPONSE = 4096
+_STOOD_STILL_S, _READ_FIRST_S = 0.5, 0.1
+"""A timer that is late by the first was held up by more than other work. The second is the time to read what has come."""
 _MAX_INTERIM = 8
 """1xx responses before the final one."""
 _MAX_CHUNK_LINE = 1024
@@ -214,16 +216,26 @@ class Connection(asyncio.Protocol):
         reader = self._reader = ResponseReader(self._max_body)
         responded: asyncio.Future[Response] = self._loop.create_future()
         self._responded = responded
-        timer = self._loop.call_at(deadline, self._fail, TimeoutError())
+        self._timer = self._loop.call_at(deadline, self._time_out, deadline)
         self._transport.writelines(request)
         try:
             return await responded
         finally:
-            timer.cancel()
+            self._timer.cancel()
             self._reader = self._responded = None
             self.idle_since = time.monotonic()
             if not reader.reusable or responded.cancelled() or self._transport.get_write_buffer_size():
                 self.close()
+
+    def _time_out(self, deadline: float) -> None:
+        """The request failed; unless the process stood still (frozen, swapped out): an answer that came meanwhile is read first.
+
+        The loop runs timers before it reads, so the receiver would get these events again.
+        """
+        if self._loop.time() - deadline > _STOOD_STILL_S:
+            self._timer = self._loop.call_later(_READ_FIRST_S, self._fail, TimeoutError())
+        else:
+            self._fail(TimeoutError())
 
     def data_received(self, data: bytes) -> None:
         if self._reader is None or self._responded is None or self._responded.done():

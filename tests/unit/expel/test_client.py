@@ -96,6 +96,31 @@ async def test_a_cancelled_request_takes_its_connection_with_it() -> None:
             assert not client._idle
 
 
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_process_that_was_frozen_reads_the_answer_that_came_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """Broken: a virtual machine that was paused for longer than a request's time-out delivers everything under way again."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if answers:
+            writer.write(OK)
+        await reader.read()
+
+    monkeypatch.setattr(http_client, "_READ_FIRST_S", 20.0 if answers else 0.01)
+    async with open_socket_server(answer) as url:
+        with open_client(url) as client:
+            connection = await client._connect()
+            passed = asyncio.get_running_loop().time() - 10.0  # its timer is that late
+            exchange = asyncio.create_task(connection.exchange([b"POST /hook HTTP/1.1\r\n\r\n"], passed))
+            if answers:
+                assert (await exchange).status == 200
+            else:
+                with pytest.raises(TimeoutError):
+                    await exchange
+
+
 async def test_a_status_is_enough_for_a_failure() -> None:
     """Broken: a receiver that says 410 and never ends its answer is called on and on."""
 

@@ -259,7 +259,7 @@ async def test_a_commit_that_waited_for_its_report_is_not_made_on_a_topic_made_a
 ) -> None:
     """Broken: a commit of one topic carries the offset of another that was created anew meanwhile: its events are lost. Or a
     telemetry topic that is away holds up every rebalance."""
-    monkeypatch.setattr(consuming, "REVOKE_WAIT_S", 0.05)
+    monkeypatch.setattr(consuming, "COMMIT_WAIT_S", 0.05)
     kept, anew = TopicPartition(delay_topic(1), 0), TopicPartition(delay_topic(4), 0)
     broker = FakeBroker({kept.topic: 1, anew.topic: 1})
     ledger = StoppedLedger()
