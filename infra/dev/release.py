@@ -84,6 +84,11 @@ def check(version: str, *, signed: bool, tested: bool) -> None:
             "git has no signing key (user.signingkey), so the tag cannot be signed",
             "git config gpg.format ssh && git config user.signingkey ~/.ssh/id_ed25519.pub; or --unsigned",
         )
+    if signed and (why := why_not_signed()):
+        raise Refused(
+            f"git cannot sign with user.signingkey {signing_key()}: {why}",
+            "ssh-add, or the private key beside the public one (gpg: gpg --list-secret-keys); or --unsigned",
+        )
 
 
 def is_tested() -> bool:
@@ -93,6 +98,13 @@ def is_tested() -> bool:
 def signing_key() -> str:
     done = subprocess.run(["git", "config", "--get", "user.signingkey"], cwd=ROOT, capture_output=True, text=True)  # noqa: S607
     return done.stdout.strip()
+
+
+def why_not_signed() -> str:
+    """Why nothing can be signed; empty when it can. Signs an object to which nothing refers, so git removes it some day."""
+    command = ["git", "commit-tree", "HEAD^{tree}", "-S", "-m", "may this key sign?"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)  # noqa: S603
+    return "" if done.returncode == 0 else " ".join(done.stderr.split()) or f"status {done.returncode}"
 
 
 def unreleased() -> str:
@@ -210,6 +222,8 @@ def report(version: str, files: Sequence[Path], *, signed: bool, tested: bool) -
     """For the person who releases."""
     yield f"Penstock {version}: tag v{version}, {'signed' if signed else 'NOT SIGNED'}"
     yield f"  tests: {'make test passed for the commit before' if tested else 'NOT RUN for this commit on this machine'}"
+    if signed:
+        yield f"  verify it: git tag --verify v{version}   (docs/upgrading.md says how others do)"
     for one in files:
         yield f"  {os.path.relpath(one, ROOT)}  {one.stat().st_size:,} bytes"
     yield f"Nothing was pushed. To publish:\n  git push origin HEAD v{version}"

@@ -85,6 +85,10 @@ def test_it_refuses_what_is_not_ready(clone: Clone) -> None:
         done = clone.release(*arguments, version=version)
         assert (done.returncode, done.stderr.count("Try: ")) == (2, 1), done.stderr
         assert words in done.stderr
+    clone.git("config", "gpg.format", "ssh")
+    clone.git("config", "user.signingkey", "/nowhere/key.pub")
+    refused = clone.release("--untested").stderr
+    assert ("git cannot sign with user.signingkey /nowhere/key.pub: " in refused, refused.count("Try: ")) == (True, 1)
     assert clone.release("--untested", "--unsigned", "--dry-run").returncode == 0
     assert clone.state() == before
     clone.git("tag", "v8.0.0")
@@ -105,13 +109,12 @@ def test_a_failed_build_leaves_no_trace(clone: Clone) -> None:
 
 def test_a_signed_release(clone: Clone) -> None:
     """Broken: a file of the release is missing or altered, the tag is not signed, or later tests run beside the wrong wheel."""
-    key = clone.root.parent / "key"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
-    (signers := clone.root.parent / "signers").write_text(f"a@b {key.with_suffix('.pub').read_text()}")
+    key, other = clone.root.parent / "key", clone.root.parent / "other"
+    for one in (key, other):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(one)], check=True)
     for name, value in (
         ("gpg.format", "ssh"),
         ("user.signingkey", f"{key}.pub"),
-        ("gpg.ssh.allowedSignersFile", signers),
     ):
         clone.git("config", name, str(value))
     (clone.root / ".venv").mkdir(exist_ok=True)
@@ -121,8 +124,25 @@ def test_a_signed_release(clone: Clone) -> None:
     assert "The image was not built: no container engine runs here" in done.stdout
     assert "make test passed for the commit before" in done.stdout
     assert "Nothing was pushed" in done.stdout
-    assert "Good " in clone._run("git", "tag", "--verify", f"v{NEXT}").stderr
     dist = clone.root / "dist"
+    page = (REPOSITORY / "docs" / "upgrading.md").read_text().partition("## Verify a release")[2]
+    steps = page.partition("```bash\n")[2].partition("```")[0]  # what a person who downloaded the files does
+    (dist / "signers").write_text(f"a@b {key.with_suffix('.pub').read_text()}")
+
+    def verify() -> subprocess.CompletedProcess[str]:
+        script = f"set -e; cd dist; {steps.replace('git fetch origin tag v0.2.0', ':').replace('0.2.0', NEXT)}"
+        return clone._run("bash", "-c", script, check=False)
+
+    verified = verify()
+    assert (verified.returncode, "Good " in verified.stderr, verified.stdout.count(": OK")) == (0, True, 2), verified
+    (wheel,) = dist.glob("*.whl")
+    content = wheel.read_bytes()
+    wheel.write_bytes(content + b" ")
+    assert verify().returncode != 0, "a wheel that was changed"
+    wheel.write_bytes(content)
+    (dist / "signers").write_text(f"a@b {other.with_suffix('.pub').read_text()}")
+    assert verify().returncode != 0, "somebody else's signature"
+    (dist / "signers").unlink()
     assert {one.name for one in dist.iterdir()} == {
         f"penstock-{NEXT}-py3-none-any.whl",
         f"penstock-{NEXT}.cdx.json",

@@ -119,9 +119,10 @@ def find_failing(facts: Facts) -> Iterator[Finding]:
 
 
 def _newly_failed(facts: Facts, lane: str) -> bool:
-    """Whether the last failure was an answer, or no trusted connection: a connection that succeeds says nothing about these."""
+    """Whether the last failure was an answer, a late one, or no trusted connection: a connection that succeeds says nothing about
+    these."""
     reason = str(_said(facts, lane).get("reason", ""))
-    return bool(reason) and reason not in ("connection", "timeout", "dns")
+    return bool(reason) and reason not in ("connection", "dns")
 
 
 def _recovering(lane: str, endpoint: Endpoint, facts: Facts) -> Finding:

@@ -268,6 +268,9 @@ def test_a_receiver_that_is_back() -> None:
     assert (found.status, [note.check.name for note in found.notes]) == (0, ["receivers-fail"])
     assert "accepts connections again" in found.notes[0].finding.what
     assert first_of(broken(recover("http_503"))) == "receivers-fail"
+    assert (
+        "does not answer in time" in broken(recover("timeout")).causes[0].finding.what
+    )  # it accepts connections all the time
 
 
 @pytest.mark.parametrize(
