@@ -18,7 +18,12 @@ _BROKER_WORDS = (
 """These are in the text of a broker's failure: our modules in a worker's traceback, and Spark's error conditions."""
 
 
-_ENDED = ("SparkContext was shut down", "stopped SparkContext", "SparkContext has been shutdown")
+_OF_SPARK = (
+    *("SparkContext was shut down", "stopped SparkContext", "SparkContext has been shutdown"),
+    *("CANNOT_OPEN_SOCKET", "Python worker failed to connect back", "Python worker to connect back"),
+)
+"""These are in the text of a failure that would be the same with other events: at the end of the application, or where a busy
+machine did not start Python in time."""
 
 
 def shorten(error: BaseException) -> str:
@@ -41,9 +46,9 @@ def is_of_broker(error: BaseException) -> bool:
     return any(str(cause.getClass().getName()).startswith(_BROKER_CLASSES) for cause in java_exceptions(error))
 
 
-def is_of_end(error: BaseException) -> bool:
-    """Whether Spark has ended the application meanwhile: this says nothing about an event."""
-    return any(text in str(error) for text in _ENDED)
+def is_of_spark(error: BaseException) -> bool:
+    """Whether Spark itself failed, or has ended the application meanwhile: this says nothing about an event."""
+    return any(text in str(error) for text in _OF_SPARK)
 
 
 def java_causes(error: BaseException) -> list[str]:

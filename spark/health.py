@@ -28,6 +28,8 @@ OLD_JAVA_S = 1800.0
 last fresh one did not help, and each restart costs the other pipes seconds."""
 PART = 0.1
 """Share of the time limit of a batch, for one part of a batch and for one trial."""
+FIRST_PART = 0.5
+"""The same, for the first of a process: Java and Python load what it needs, on a busy machine for more than half a minute."""
 SLOW = 0.2
 """Share of the time limit after which the pipe is not ready."""
 ANSWER = "answer"
@@ -45,9 +47,15 @@ class Watchdog:
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit, self._clock = limit, clock
         self._begun: dict[str, tuple[str, float, float]] = {}
+        self._has_parts = False
+        """Whether a part or a trial has ended."""
 
     def begin(self, query: str, work: str, share: float = 1.0) -> None:
-        """This query begins some work; its earlier work has ended. share: of the limit, for this work."""
+        """This query begins some work; its earlier work has ended. share: of the limit, for this work; at least FIRST_PART until
+        a part or a trial has ended."""
+        self.end(query)
+        if query != ANSWER and not self._has_parts:
+            share = max(share, FIRST_PART)
         self._begun[query] = (work, self._clock(), share * self.limit)
 
     @property
@@ -57,7 +65,9 @@ class Watchdog:
 
     def end(self, query: str) -> None:
         """The query is idle."""
-        self._begun.pop(query, None)
+        _, _, limit = self._begun.pop(query, ("", 0.0, self.limit))
+        if query != ANSWER and limit < self.limit:
+            self._has_parts = True
 
     @contextmanager
     def watching(self, query: str, work: str, share: float = 1.0) -> Iterator[None]:

@@ -257,12 +257,14 @@ async def watch_java(java: Java, health: PipesHealth, supervision: Supervision) 
         await wait_for_stop(supervision.stopping, WATCH_EVERY_S)
         if (status := java.poll()) is not None:
             raise JavaEndedError(
-                f"Spark's Java ended: {why_ended(status)}. Try, if that happens again: more --memory, fewer max_events"
+                f"Spark's Java ended: {why_ended(status)}. Try, if that happens again: a larger PENSTOCK_TRANSFORM_MEMORY "
+                "(--memory), a smaller max_events"
             )
         if (stuck := health.stuck()) is not None:
             java.kill()  # it may be too busy to notice the end of this process
             raise BatchStuckError(
-                f"{stuck}; the process ends and starts again. Try, if it needed the time: a longer --batch-timeout"
+                f"{stuck}; the process ends and starts again. Try, if it needed the time: a longer "
+                "PENSTOCK_TRANSFORM_BATCH_TIMEOUT (--batch-timeout)"
             )
 
 

@@ -116,6 +116,9 @@ def open_session(
     os.environ.update(java_env())
     os.environ["TMPDIR"] = str(scratch)
     os.environ["SPARK_LAUNCHER_OPTS"] = NO_PERF_FILE
+    os.environ["SPARK_AUTH_SOCKET_TIMEOUT"] = _SETTINGS["spark.python.authenticate.socketTimeout"].removesuffix(
+        "s"
+    )  # here
     for name in _SILENCED:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     # Spark's Python workers run this interpreter and import this project.

@@ -184,7 +184,7 @@ class Attempts:
     def check(self) -> None:
         """Raise TransformBroken when this process is not to retry."""
         if self.held is not None:
-            hint = "Try: mending the transform, or more --memory, then starting the service again"
+            hint = "Try: mending the transform, or a larger PENSTOCK_TRANSFORM_MEMORY (--memory), then starting the service again"
             raise TransformBroken(f"{self.held}. {hint}")
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pyspark.sql import DataFrame
 
 from spark.brokers.contract import SparkBroker
-from spark.errors import is_of_end, shorten
+from spark.errors import is_of_spark, shorten
 from spark.java import is_answer
 from spark.jobs.checkpoint import Checkpoint
 from spark.records import RecordOffset
@@ -160,7 +160,7 @@ def try_transform(
     try:
         broker.try_write(prepared.apply(frames, raw.sparkSession))
     except Exception as error:  # any error of the operator's code
-        if not is_answer(error) or is_of_end(error):
+        if not is_answer(error) or is_of_spark(error):
             raise
         return f"{type(error).__name__}: {shorten(error)}"
     return None

@@ -226,12 +226,15 @@ class Job:
 
     def _wait_for_tables(self, checkpoint: Checkpoint) -> None:
         """Until each was read, which begins once the checkpoint is held. Raises Stopping, CheckpointInUse."""
+        if not unread_tables(self._prepared.tables):
+            return
         while reason := unread_tables(self._prepared.tables):
             self._on_state(QueryState(self.pipe, reason, 0))
             if self._halt.wait(POLL_S):
                 raise Stopping
             if checkpoint.is_lost:
                 checkpoint.check_held()
+        self._on_state(QueryState(self.pipe, "starting", 0))
 
     def _run_query(self, session: SparkSession, checkpoint: Checkpoint, topics: Mapping[str, str]) -> None:
         one_source = len(self._prepared.views) == 1  # else a plan for each batch cannot use the checkpoint
@@ -254,6 +257,8 @@ class Job:
                     running.wait()
                 checkpoint.check_held()
                 halted = time.monotonic()
+                if not self._halt.is_set():
+                    log.info("query_starts_again", pipe=self.pipe, because="a table of it has a new content")
             finally:
                 running.stop(lambda: self._may_finish(halted))
 

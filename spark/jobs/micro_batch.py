@@ -16,7 +16,7 @@ from pyspark.sql import functions as f
 
 from services.core.topic_names import output_topic
 from spark.brokers.contract import BatchName, WantedOrigins, is_too_much
-from spark.errors import is_of_broker, is_of_end, shorten
+from spark.errors import is_of_broker, is_of_spark, shorten
 from spark.health import PART
 from spark.java import is_answer
 from spark.jobs.attempts import PART_OF, PartName, PartRunner, TooMuch
@@ -164,7 +164,7 @@ class TransformHandler(BatchHandler):
             report = BatchReport(self.query.pipe)
             self._compute(raw, batch_id, part, report)
         except Exception as error:
-            if is_of_broker(error) or is_of_end(error) or not is_answer(error):
+            if is_of_broker(error) or is_of_spark(error) or not is_answer(error):
                 raise
             if is_too_much(error):
                 raise TooMuch(shorten(error)) from error

@@ -74,7 +74,10 @@ def choose_modes(
         if reason is None:
             needed = broker.count_partitions(session, list(each.views))
             if needed > free:
-                reason = Reason("slots", f"it needs {needed} more task slots. Try: --master auto, or a larger local[N]")
+                reason = Reason(
+                    "slots",
+                    f"it needs {needed} more task slots. Try: PENSTOCK_TRANSFORM_MASTER=auto (--master), or a larger local[N]",
+                )
             else:
                 free -= needed
         if reason is None:

@@ -16,7 +16,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
 
 from services.core.topic_names import output_topic
-from spark.errors import is_of_broker, is_of_end, shorten
+from spark.errors import is_of_broker, is_of_spark, shorten
 from spark.java import progress_since
 from spark.jobs.attempts import Stopping
 from spark.jobs.culprits import FailureStreak, exactly
@@ -104,7 +104,7 @@ class StreamingPlanQuery:
             if self._reported is not None:
                 self._reported.catch_up()
             with self._query.watchdog.watching(self._query.writer, "the search for events that fail"):
-                found = 0 if is_of_broker(error) or is_of_end(error) else reject_culprits(self._query, self._streak)
+                found = 0 if is_of_broker(error) or is_of_spark(error) else reject_culprits(self._query, self._streak)
             if not found:
                 raise
             log.warning("query_restarted_without_culprits", pipe=self._query.pipe, error=shorten(error))

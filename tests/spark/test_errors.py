@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from spark.brokers.contract import is_too_much
-from spark.errors import is_of_end, java_causes
+from spark.errors import is_of_spark, java_causes
 from spark.java import is_answer
 
 
@@ -58,8 +58,10 @@ def test_what_is_too_much() -> None:
     assert not is_too_much(RuntimeError("[DIVIDE_BY_ZERO]"))
 
 
-def test_the_end_of_the_application_is_no_fault_of_an_event() -> None:
-    """If this fails, events are tried alone while Spark goes away, and innocent ones count as failed in a row."""
-    assert is_of_end(RuntimeError("Job 7 cancelled because SparkContext was shut down"))
-    assert is_of_end(RuntimeError("Cannot call methods on a stopped SparkContext."))
-    assert not is_of_end(RuntimeError("Job aborted due to stage failure: ExecutorLostFailure (executor 1 exited)"))
+def test_a_failure_of_spark_is_no_fault_of_an_event() -> None:
+    """If this fails, events are tried alone while Spark goes away or starts no Python in time, and innocent ones are culprits."""
+    assert is_of_spark(RuntimeError("[CANNOT_OPEN_SOCKET] Can not open socket: timed out."))
+    assert is_of_spark(RuntimeError("Job aborted: SparkException: Python worker failed to connect back."))
+    assert is_of_spark(RuntimeError("Job 7 cancelled because SparkContext was shut down"))
+    assert is_of_spark(RuntimeError("Cannot call methods on a stopped SparkContext."))
+    assert not is_of_spark(RuntimeError("Job aborted due to stage failure: ExecutorLostFailure (executor 1 exited)"))

@@ -9,7 +9,17 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from services.core.management import serve_management
 from spark.brokers.contract import Measurement
-from spark.health import ANSWER, MAX_FAILURES, OLD_JAVA_S, STANDBY_S, PipesHealth, QueryState, Watchdog
+from spark.health import (
+    ANSWER,
+    FIRST_PART,
+    MAX_FAILURES,
+    OLD_JAVA_S,
+    PART,
+    STANDBY_S,
+    PipesHealth,
+    QueryState,
+    Watchdog,
+)
 from spark.jobs.query import ANSWER_S, wait_for_end
 
 
@@ -129,6 +139,21 @@ def test_java_that_does_not_answer_is_stuck() -> None:
             wait_for_end(cast(StreamingQuery, java), watchdog)
             assert java.seen == stuck
             assert watchdog.stuck() is None
+
+
+def test_the_first_part_of_a_process_has_more_time() -> None:
+    """If this fails, a busy machine on which Java and Python load for more than half a minute ends process after process; or an
+    event that hangs holds each process for the time of a whole batch."""
+    now = 0.0
+    watchdog = Watchdog(300.0, clock=lambda: now)
+    watchdog.begin("p", "the first batch")
+    for trial, limit in enumerate((FIRST_PART * 300, PART * 300, PART * 300)):
+        watchdog.begin("p", f"trial {trial}", PART)
+        now += limit
+        assert watchdog.stuck() is None
+        now += 1
+        assert watchdog.stuck() is not None
+    watchdog.end("p")
 
 
 async def test_a_stuck_batch_is_no_sign_of_life() -> None:
