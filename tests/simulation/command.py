@@ -7,11 +7,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
-from tests.simulation.choice import choose
-from tests.simulation.clock import real_seconds
+from tests.simulation import choice, clock
 from tests.simulation.fleet import replace_seams, show_logs
-from tests.simulation.history import Verdict, run_seed
+from tests.simulation.history import run_seed
 from tests.simulation.patches import PATCHES
+from tests.simulation.readers import history as readers
+from tests.simulation.readers.kafka_server import replace_connections
+from tests.simulation.verdict import Verdict
 
 COLLECT_EVERY = 25
 """Histories: what is in cycles is thrown away then, and not in the middle of one, which takes a tenth of the time."""
@@ -23,7 +25,16 @@ def run(seed: int, *, shown: bool = False) -> Verdict:
     """One history."""
     if shown:
         show_logs(print)
-    return run_seed(seed, print if shown else None)
+    return (readers.run_readers if _is_of_readers(seed) else run_seed)(seed, print if shown else None)
+
+
+def _is_of_readers(seed: int) -> bool:
+    """One history in four is of the backends' real reading code; the others are of the whole fleet."""
+    return seed % 4 == 3
+
+
+def _words(seed: int) -> frozenset[str]:
+    return readers.choose(seed).words if _is_of_readers(seed) else choice.choose(seed).words
 
 
 def main() -> int:
@@ -42,15 +53,16 @@ def main() -> int:
     if given.prove:
         return prove(given.first, given.seeds or PROVE_WITHIN, [given.without] if given.without else None)
     replace_seams()
+    replace_connections()
     sys.unraisablehook = lambda _unraisable: None  # what a killed process had open is thrown away, `finally` and all
     if given.seed is not None:
         return _report(run(given.seed, shown=True))
-    failed, begun = 0, real_seconds()
+    failed, begun = 0, clock.real_seconds()
     gc.freeze()
     gc.disable()
     needs = next((patch.needs for patch in PATCHES if patch.name == given.without), frozenset[str]())
     for count, seed in enumerate(_seeds(given.first, given.seeds), 1):
-        if not choose(seed).words >= needs:
+        if not _words(seed) >= needs:
             continue
         verdict = run(seed)
         failed += _report(verdict) if verdict.complaints or given.tell else 0
@@ -60,7 +72,8 @@ def main() -> int:
             gc.collect()
         if count % 100 == 0:
             print(
-                f"{count} histories, {failed} failed, {(real_seconds() - begun) / count * 1000:.0f} ms each", flush=True
+                f"{count} histories, {failed} failed, {(clock.real_seconds() - begun) / count * 1000:.0f} ms each",
+                flush=True,
             )
     return 1 if failed else 0
 

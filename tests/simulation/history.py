@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import orjson
 
@@ -35,22 +34,13 @@ from tests.simulation.rotation import KEYS_FILE, Rotation
 from tests.simulation.senders import Senders
 from tests.simulation.transform import transform_group
 from tests.simulation.truth import FINAL_AFTER, is_final_for, judge_ledger
+from tests.simulation.verdict import Verdict
 from tests.simulation.weather import Weather
 from tests.support.oracle import Fate
 from tests.support.virtual_loop import Deadlock
 
 SETTLE_S = 240.0
 """Without faults everything must be settled by then: longest schedule, session time-outs and back-offs."""
-
-
-@dataclass
-class Verdict:
-    """What came of a seed. digest: of everything that happened. complaints: every way in which a promise was broken."""
-
-    seed: int
-    complaints: list[str] = field(default_factory=list)
-    digest: str = ""
-    figures: dict[str, int] = field(default_factory=dict)
 
 
 class History:

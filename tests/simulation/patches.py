@@ -225,6 +225,185 @@ PATCHES = (
         ),
         needs=frozenset({"pause"}),
     ),
+    Patch(
+        "expired-anew",
+        "on Kafka, a group whose offsets have expired begins anew, and skips what waits for it",
+        (
+            Change(
+                "services/core/broker/kafka/positions.py",
+                "expired = known.keys() - committed.keys()",
+                "expired = frozenset[TopicPartition]()",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "away: expire_offsets", "p.late"}),
+    ),
+    Patch(
+        "cut-unseen",
+        "on Kafka, a group goes on behind its commit in a log that was cut off below it",
+        (
+            Change(
+                "services/core/broker/kafka/positions.py",
+                "    cuts = await find_cuts(cluster, read)\n",
+                "    cuts: dict[TopicPartition, int | None] = {}\n",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "away: unclean"}),
+    ),
+    Patch(
+        "cut-in-reading",
+        "on Kafka, a member reads on in a log that was cut off below its position",
+        (
+            Change(
+                "services/core/broker/kafka/consumer.py",
+                "if before is not None and now and now[0][1] != before[1]:",
+                "if before is None and now and now[0][1] != before[1]:",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "unclean"}),
+    ),
+    Patch(
+        "anew-unseen",
+        "on Kafka, a member reads a topic that was made anew from where it was in the old one",
+        (
+            Change(
+                "services/core/broker/kafka/consumer.py",
+                "if source.topic in topics and topics[source.topic].id != read}",
+                "if source.topic in topics and not read}",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "remake"}),
+    ),
+    Patch(
+        "old-commit",
+        "on Kafka, a commit for a topic that was deleted counts for the one made anew",
+        (
+            Change(
+                "services/core/broker/kafka/positions.py",
+                'if row.metadata.topic in ("", ids[source.topic])}',
+                "}",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "remake"}),
+    ),
+    Patch(
+        "rolled-back-read",
+        "on Kafka, records of transactions that were rolled back are delivered",
+        (
+            Change(
+                "services/core/broker/kafka/aiokafka_internals.py",
+                'isolation_level="read_committed",\n    )\n\n\nasync def disconnect',
+                'isolation_level="read_uncommitted",\n    )\n\n\nasync def disconnect',
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "transact"}),
+    ),
+    Patch(
+        "marks-are-lag",
+        "on Kafka, the marks of transactions count as lag",
+        (
+            Change(
+                "services/core/broker/kafka/offsets.py",
+                "if oldest is not None:  # else",
+                "if oldest is not None or offset < end[source]:  # else",
+            ),
+            Change("services/core/broker/kafka/offsets.py", "max(0, now - oldest))", "max(0, now - (oldest or now)))"),
+        ),
+        needs=frozenset({"readers", "kafka", "transact"}),
+    ),
+    Patch(
+        "count-erased",
+        "on Kafka, an operator's commit erases the number of partitions: those that are added later begin at the latest",
+        (
+            Change(
+                "services/core/broker/kafka/offsets.py",
+                "CommitMetadata(min(counts, default=None), now)",
+                "CommitMetadata(None, now)",
+            ),
+            Change(
+                "services/core/broker/kafka/positions.py",
+                "    recorded += [(source.topic, row.partitions) for source, row in begun.items()]\n",
+                "",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "p.late", "away: grow"}),
+    ),
+    Patch(
+        "added-at-latest",
+        "on Kafka, partitions that are added later begin at the latest",
+        (
+            Change(
+                "services/core/broker/kafka/positions.py",
+                "is_new = source.topic in replaced or source.partition >= counts[source.topic]",
+                "is_new = source.topic in replaced",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "p.late", "grow"}),
+    ),
+    Patch(
+        "waiting-at-latest",
+        "on Kafka, a group with the start latest skips the events that wait for it",
+        (
+            Change(
+                "services/core/broker/kafka/positions.py",
+                "start_in(source.topic.removeprefix(prefix), start)",
+                "start",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "p.late"}),
+    ),
+    Patch(
+        "doubt-passed-over",
+        "on Kafka, records that were fetched while the log was in doubt are passed over",
+        (
+            Change(
+                "services/core/broker/kafka/consumer.py",
+                "                self._seek_back()\n        return certain\n\n    def _find_suspects",
+                "                pass\n        return certain\n\n    def _find_suspects",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka"}),
+    ),
+    Patch(
+        "early-gap",
+        "on Kafka, aiokafka's own read at a commit that does not count stops a partition whose position is found a moment later",
+        (
+            Change(
+                "services/core/broker/kafka/consumer.py",
+                "        if any(own.next_read.get(source) != at for source, at in wanted.items()):\n",
+                "        if not wanted:\n",
+            ),
+            Change(
+                "services/core/broker/kafka/consumer.py",
+                "self._fail({source: gap for source, gap in gaps.items() if own.next_read.get(source) == wanted[source]})",
+                "self._fail(gaps)",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka"}),
+    ),
+    Patch(
+        "paused-for-ever",
+        "on Kafka, a partition that is paused while its topic is made anew is never read again",
+        (
+            Change(
+                "services/core/broker/kafka/consumer.py",
+                "                elif source not in own.paused:  # it",
+                "                elif not own.owned:  # it",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "remake"}),
+    ),
+    Patch(
+        "next-generation",
+        "on Kafka, a commit that waited is sent under the next generation, over those of the next owner",
+        (
+            Change(
+                "services/core/broker/kafka/aiokafka_internals.py",
+                "        if not generation.member or generation_of(client) != generation:\n",
+                "        generation = generation_of(client)\n        if not generation.member:\n",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "move_coordinator"}),
+    ),
 )
 
 

@@ -195,6 +195,7 @@ class Client:
         """Of the leader that wrote what is fetched."""
         self._fetcher = SimpleNamespace(epochs_between=self._epochs_between)
         self._positions: dict[KafkaPartition, int] = {}
+        self._paused: set[KafkaPartition] = set()
 
     def _epochs_between(self, source: KafkaPartition, first: int, last: int) -> list[tuple[int, int]]:
         return [] if self.epoch is None else [(first, self.epoch)]
@@ -207,14 +208,25 @@ class Client:
         """Read on there."""
         self._positions[source] = position
 
+    def pause(self, source: KafkaPartition) -> None:
+        """Return none of its records until `resume`, or until it is assigned anew."""
+        self._paused.add(source)
+
+    def resume(self, source: KafkaPartition) -> None:
+        """Undo it."""
+        self._paused.discard(source)
+
     def revoke(self) -> None:
         """All is taken away."""
         self._positions.clear()
+        self._paused.clear()
 
     async def getmany(self, *, timeout_ms: int, max_records: int) -> Mapping[KafkaPartition, list[Any]]:
         """The next records, at once."""
         found = {}
         for source, position in self._positions.items():
+            if source in self._paused:
+                continue
             if rows := [
                 _row(offset, self._group.life) for offset in range(position, min(position + 3, self._group.end))
             ]:

@@ -5,6 +5,8 @@ import random
 from typing import Any, cast
 
 import pytest
+from aiokafka.errors import OffsetOutOfRangeError
+from aiokafka.structs import TopicPartition as KafkaPartition
 
 from services.core.broker.errors import NotOwner
 from services.core.broker.kafka.aiokafka_internals import FetchBudget, generation_of
@@ -85,6 +87,34 @@ async def test_a_topic_made_anew_in_service_is_read_from_its_oldest_record(by: s
     assert reader.revoked == [{_SOURCE}]
     await reader.consumer.commit({_SOURCE: 2})
     assert reader.group.offsets[_SOURCE][1].startswith(f"partitions=1;topic={reader.group.id}")
+
+
+async def test_a_pause_ends_when_the_topic_is_made_anew() -> None:
+    """If it fails, a partition that was paused then is never read again by this member: whoever paused it was told it is over."""
+    reader = Reader()
+    await reader.join()
+    reader.consumer.pause([_SOURCE])
+    assert await reader.read() == []
+    reader.group.make_anew()
+    reader.consumer._checked_at = float("-inf")
+    assert await reader.read() == [0, 1, 2]
+    assert reader.revoked == [{_SOURCE}]
+
+
+async def test_an_offset_that_was_not_asked_for_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a group that comes back to a topic made anew stops: aiokafka reads at the old commit before we seek."""
+    reader = Reader()
+    await reader.join()
+    getmany, errors = reader.client.getmany, [OffsetOutOfRangeError({KafkaPartition(*_SOURCE): 34})]
+
+    async def fail_once(**asked: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return await getmany(**asked)
+
+    monkeypatch.setattr(reader.client, "getmany", fail_once)
+    assert await reader.read() == [3, 4, 5]
+    assert reader.revoked == []
 
 
 @pytest.mark.parametrize("is_suspect", [False, True])

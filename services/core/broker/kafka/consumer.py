@@ -1,6 +1,7 @@
 """One member of a group, on AIOKafkaConsumer with auto-commit and automatic reset off."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
@@ -243,7 +244,9 @@ class KafkaConsumer:
             if self._own.is_damage_near():
                 max_records = 1
             async with asyncio.timeout(wait + _GRACE):
-                fetched: _Fetched = await self._client.getmany(timeout_ms=int(wait * 1000), max_records=max_records)
+                fetched: _Fetched = await self._client.getmany(
+                    timeout_ms=math.ceil(wait * 1000), max_records=max_records
+                )
                 return fetched
         except (TimeoutError, kafka.NoOffsetForPartitionError):
             return {}  # a rebalance runs, or a partition was just assigned and has no position yet
@@ -261,13 +264,20 @@ class KafkaConsumer:
         return {}
 
     async def _find_gap(self, wanted: Mapping[TopicPartition, int]) -> None:
-        """These offsets are not stored: the topic is another one now, the log was cut off, or retention removed them."""
+        """These offsets are not stored: the topic is another one now, the log was cut off, or retention removed them.
+
+        While a new partition's position is being found, aiokafka reads from the commit, which may be for an earlier topic, or
+        beyond a cut: that is no gap. Behind the mark of a transaction it is beyond the next to read, and reads again from there.
+        """
         own, epoch = self._own, self._own.epoch
+        if any(own.next_read.get(source) != at for source, at in wanted.items()):
+            wanted = {source: at for source, at in wanted.items() if own.next_read.get(source) == at}
+            self._seek_back()
         read = {source: last for source in wanted if (last := own.last_read(source)) is not None}
         changed = await self._find_changed(read)
         gaps = await find_gaps(self._cluster, {source: at for source, at in wanted.items() if source not in changed})
         if epoch == own.epoch:
-            self._fail(gaps)
+            self._fail({source: gap for source, gap in gaps.items() if own.next_read.get(source) == wanted[source]})
             await own.reassign(changed)
 
     async def _examine(self, error: Exception) -> bool:
@@ -341,6 +351,8 @@ class KafkaConsumer:
                 self._client.seek(KafkaPartition(*source), position)
                 if source in found.lost:
                     self._client.pause(KafkaPartition(*source))
+                elif source not in own.paused:  # it may have been when it was owned before: see `Assignment.reassign`
+                    self._client.resume(KafkaPartition(*source))
 
     async def commit(self, processed: Mapping[TopicPartition, int]) -> None:
         """As in the contract. Unavailable when the group's coordinator cannot be reached; committing again is harmless.

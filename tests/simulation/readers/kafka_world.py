@@ -1,0 +1,252 @@
+"""Kafka as readers meet it: appends that wait for replicas, transactions, elections, retention, coordinators that move.
+
+The faults, by name. elect: a clean election; what the followers lack is cut off. unclean: one below the high-water mark.
+hold_up: followers lag, and the newest records cannot be read. transact: somebody writes in transactions and rolls some back.
+isolate: a node hears no news, and answers as it knows. freeze_node, unreachable, breaks: nodes and connections. errors: answers
+about single partitions fail. move_coordinator, expire_member: groups. outrun: retention passes what is not read. remake: a topic
+is deleted and made anew. grow: partitions are added. expire_offsets: Kafka forgets the commits of a group without members.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from services.core.broker.contract import Broker
+from services.core.broker.kafka.broker import KafkaBroker
+from services.core.broker.kafka.cluster import Timing
+from services.core.broker.record import Record
+from tests.simulation.machine import WORLD, Process
+from tests.simulation.readers.kafka_log import Partition, pack_batch
+from tests.simulation.readers.kafka_server import NODES, Server
+from tests.simulation.readers.oracle import Event
+from tests.simulation.readers.world import World
+
+_TIMING = Timing(session=4.0, heartbeat=1.0, drain=8.0, request=3.0, metadata=3.0)
+_MOST_PARTITIONS = 4
+
+
+class KafkaWorld(World):
+    """One cluster."""
+
+    faults = (
+        "elect",
+        "unclean",
+        "hold_up",
+        "transact",
+        "isolate",
+        "freeze_node",
+        "unreachable",
+        "breaks",
+        "errors",
+        "move_coordinator",
+        "expire_member",
+        "outrun",
+        "remake",
+        "grow",
+    )
+    away = ("expire_offsets", "unclean", "remake", "grow", "outrun")
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.server = Server(self.machine, self.rng)
+        self.server.complaints = self.oracle.complaints
+        self._waiting: dict[Partition, list[Event]] = {}
+        self._transactions = 0
+
+    def attach(self, process: Process) -> None:
+        """As there."""
+        process.found["kafka"] = self.server
+
+    def open_broker(self) -> AbstractAsyncContextManager[Broker]:
+        """As there."""
+        return KafkaBroker.open("any:9092", timing=_TIMING)
+
+    def make_topics(self, topics: Mapping[str, int]) -> None:
+        """As there."""
+        for name, count in topics.items():
+            self.server.create(name, count)
+
+    def _pick(self, topic: str) -> tuple[int, Partition, int]:
+        """(number of a partition, the partition, the life of its topic)."""
+        held = self.server.topics[topic]
+        number = self.rng.randrange(len(held.partitions))
+        return number, held.partitions[number], held.id.int
+
+    def write(self, topic: str) -> None:
+        """As there."""
+        number, partition, life = self._pick(topic)
+        self._append(topic, life, number, partition, self.rng.choice((1, 1, 3, 8)))
+
+    def _append(self, topic: str, life: int, line: int, partition: Partition, count: int, **how: Any) -> list[Event]:
+        base, now = partition.log.end, self.server.now_ms()
+        events = [self.oracle.issue(topic, life, line, base + index) for index in range(count)]
+        records = [Record(b"k", b"%d" % event.number, now) for event in events]
+        self._waiting.setdefault(partition, []).extend(events)
+        self.trace(f"append e{events[0].number}.. to {topic}[{line}] at {base}, {count}")
+        partition.append(pack_batch(records, **how), count, now, **how)
+        self._note_stored(partition)
+        return events
+
+    def _note_stored(self, partition: Partition) -> None:
+        """Below the last stable offset: readers may have it, and must get it."""
+        stable, still = partition.log.stable, []
+        for event in self._waiting.get(partition, []):
+            if event.state == "waiting" and event.offset < stable:
+                event.state = "stored"
+            if event.state == "waiting":
+                still.append(event)
+        self._waiting[partition] = still
+
+    def strike(self, fault: str) -> None:
+        """As there."""
+        seconds = self.rng.choice((self.rng.uniform(0.1, 2.0), self.rng.uniform(2.0, 8.0)))
+        node = self.rng.choice(NODES)
+        if fault in ("isolate", "freeze_node", "unreachable", "breaks", "errors"):
+            self.trace(f"kafka: {fault} node {node} for {seconds:.1f} s")
+            self._strike_node(fault, node, seconds)
+        elif fault in ("move_coordinator", "expire_member", "expire_offsets"):
+            self.trace(f"kafka: {fault}")
+            self._strike_groups(fault, seconds)
+        else:
+            topic = self.rng.choice(sorted(name for name in self.server.topics if not name.startswith("penstock.")))
+            self.trace(f"kafka: {fault} {topic} for {seconds:.1f} s")
+            self._strike_topic(fault, topic, node, seconds)
+
+    def _strike_node(self, fault: str, node: int, seconds: float) -> None:
+        server, link, later = self.server, self.server.links[node], self.machine.call_later
+        if fault == "isolate":
+            server.isolate(node)
+            later(min(seconds, 3.0), server.rejoin, node, context=WORLD)
+        elif fault == "freeze_node":
+            link.is_frozen = True
+            later(seconds, server.thaw, node, context=WORLD)
+        elif fault == "unreachable":
+            link.is_unreachable = True
+            later(seconds, setattr, link, "is_unreachable", False, context=WORLD)
+        else:
+            setattr(link, fault, self.rng.choice((0.2, 0.5, 1.0)))
+            later(seconds, setattr, link, fault, 0.0, context=WORLD)
+
+    def _strike_groups(self, fault: str, seconds: float) -> None:
+        groups = list(self.server.groups.all.values())
+        members = [(group.name, name) for group in groups for name in group.members]
+        empty = [group for group in groups if not group.members]
+        if fault == "move_coordinator":
+            self.server.move_coordinator(min(seconds, 4.0))
+        elif fault == "expire_member" and members:
+            self.server.groups.remove(*self.rng.choice(members))
+        elif fault == "expire_offsets" and empty:
+            group = self.rng.choice(empty)
+            self.trace(f"the commits of {group.name} expire")
+            group.offsets.clear()
+
+    def _strike_topic(self, fault: str, topic: str, node: int, seconds: float) -> None:
+        match fault:
+            case "elect" | "unclean":
+                self._elect(topic, node, is_clean=fault == "elect")
+            case "hold_up":
+                _, partition, _ = self._pick(topic)
+                partition.is_held_up = True
+                self.machine.call_later(seconds, self._catch_up, partition, context=WORLD)
+            case "transact":
+                self._transact(topic, seconds)
+            case "outrun":
+                self._outrun(topic)
+            case "remake":
+                self._remake(topic)
+            case "grow":
+                count = len(self.server.topics[topic].partitions)
+                self.server.add_partitions(topic, min(_MOST_PARTITIONS, count + 1))
+
+    def _catch_up(self, partition: Partition) -> None:
+        partition.catch_up()
+        self._note_stored(partition)
+
+    def _elect(self, topic: str, leader: int, *, is_clean: bool) -> None:
+        """Unclean: some of what was stored is cut off, and often at once something else is stored there."""
+        number, partition, life = self._pick(topic)
+        log = partition.log
+        if is_clean:
+            cut = self.rng.choice((log.high_water, log.end))
+        elif log.end == log.start:
+            return
+        else:
+            cut = self.rng.randint(max(log.start, log.end - 12), log.end - 1)
+        end = partition.elect(leader, cut)
+        self.trace(f"{topic}[{number}] is cut off at {end}")
+        if not is_clean:
+            self.oracle.unordered.add((topic, life, number))
+        self.oracle.lose(
+            self.oracle.of(topic, life, number), lambda event: event.offset >= end and event.offset < 1 << 40
+        )
+        for event in self.oracle.of(topic, life, number):
+            if event.state in ("gone", "forbidden") and event.offset >= end:
+                event.offset += 1 << 40  # what is stored here later is something else
+        self._note_stored(partition)
+        if not is_clean:
+            for _ in range(self.rng.randrange(4)):
+                self._append(topic, life, number, partition, self.rng.choice((1, 3, 8)))
+
+    def _transact(self, topic: str, seconds: float) -> None:
+        number, partition, life = self._pick(topic)
+        self._transactions += 1
+        producer = 5000 + self._transactions
+        is_commit = self.rng.random() < 0.5
+        events: list[Event] = []
+        for index in range(self.rng.randint(1, 3)):
+            new = self._append(
+                topic,
+                life,
+                number,
+                partition,
+                self.rng.choice((1, 3)),
+                producer=producer,
+                number=10 * index,
+                in_transaction=True,
+            )
+            events += new
+
+        def end() -> None:
+            if self.server.topics.get(topic) is None or self.server.topics[topic].id.int != life:
+                return
+            partition.end_transaction(producer, is_commit=is_commit, time=self.server.now_ms())
+            self.trace(f"{topic}[{number}]: a transaction of e{events[0].number}.. ends, {is_commit=}")
+            if not is_commit:
+                self.oracle.lose(events)
+            self._note_stored(partition)
+
+        self.machine.call_later(self.rng.choice((0.0, seconds)), end, context=WORLD)
+
+    def _outrun(self, topic: str) -> None:
+        number, partition, life = self._pick(topic)
+        before = self.rng.randint(partition.log.start, partition.log.end)
+        partition.expire(before)
+        start = partition.log.start
+        self.trace(f"retention passes {topic}[{number}] up to {start}")
+        self.oracle.lose(self.oracle.of(topic, life, number), lambda event: event.offset < start)
+
+    def _remake(self, topic: str) -> None:
+        held = self.server.topics[topic]
+        self.oracle.lose(self.oracle.of(topic, held.id.int))
+        count = len(held.partitions)
+        self.server.delete(topic)
+        made = self.server.create(topic, count)
+        # For up to the age of its metadata a member reads the new topic from where it was in the old one.
+        self.oracle.unordered |= {(topic, made.id.int, line) for line in range(_MOST_PARTITIONS)}
+        for _ in range(self.rng.randrange(4)):
+            self.write(topic)
+
+    def calm(self) -> None:
+        """As there."""
+        self.is_calm = True
+        for node in NODES:
+            link = self.server.links[node]
+            link.is_unreachable, link.breaks, link.errors = False, 0.0, 0.0
+            self.server.rejoin(node)
+            self.server.thaw(node)
+        for topic in self.server.topics.values():
+            for partition in topic.partitions:
+                self._catch_up(partition)
+
+    def close(self) -> None:
+        """As there."""
