@@ -17,6 +17,7 @@ from services.core.broker.errors import BrokerError
 from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.record import Batch, TopicPartition
 from services.core.consuming import GroupMember, Membership
+from services.core.progress import Step
 from tests.simulation.machine import Process
 
 COMMIT_S = 0.7
@@ -102,6 +103,10 @@ class Work:
 
     def update_metrics(self) -> None:
         """Nothing."""
+
+    def steps(self) -> Iterable[Step]:
+        """Nobody watches."""
+        return ()
 
     async def _process(self) -> None:
         while True:
