@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from services.core.expected import list_expected
 from services.core.units import format_count
@@ -99,7 +99,7 @@ def find_dead(facts: Facts) -> Iterator[Finding]:
             continue  # it is being started
         known = f"process {one.pid}" if one.pid is not None else "no process"
         what = "is dead" if not one.is_local or one.status in ("gone", "zombie") else "does not listen on its port"
-        evidence = [f"{known}, http://{one.address}/readyz: {one.reason}", *_last_words(one), *_log_of(one)]
+        evidence = [f"{known}, http://{one.address}/readyz: {one.reason}", *_last_words(one.lines), *_log_of(one)]
         first = f"tail -50 {one.log}" if one.log is not None else f"the platform's log of {one.name}, then restart it"
         yield Finding(f"{one.name} {what}.", evidence, first, _parts(facts, one))
     yield from _missing(facts)
@@ -158,7 +158,7 @@ def find_crash_loops(facts: Facts) -> Iterator[Finding]:
     for one in _by_flow(facts):
         if not _keeps_dying(one):
             continue
-        words = _last_words(one) or ["its log has no error: it was killed, e.g. for lack of memory"]
+        words = _last_words(one.lines) or ["its log has no error: it was killed, e.g. for lack of memory"]
         evidence = [f"{_restarts(one)} restarts since the fleet was started", *words, *_log_of(one)]
         first = f"tail -50 {one.log}; dmesg | grep -i 'killed process'"
         yield Finding(f"{one.name} dies again and again.", evidence, first, _parts(facts, one))
@@ -170,7 +170,7 @@ def find_restarted(facts: Facts) -> Iterator[Finding]:
         if one.answers and _restarts(one) and not _keeps_dying(one) and (one.age or LOOKED_BACK_S) < LOOKED_BACK_S:
             yield Finding(
                 f"{one.name} died, and has run again for {one.age:.0f} s.",
-                [f"{_restarts(one)} restarts since the fleet was started", *_last_words(one), *_log_of(one)],
+                [f"{_restarts(one)} restarts since the fleet was started", *_last_words(one.lines), *_log_of(one)],
                 f"tail -50 {one.log}",
                 about(one.name),
                 is_note=True,
@@ -183,7 +183,7 @@ def find_unready(facts: Facts) -> Iterator[Finding]:
         if one.answer == "not ready":
             yield Finding(
                 f"{one.name} is not ready: {one.reason}.",
-                [f"http://{one.address}/readyz", *_last_words(one), *_log_of(one)],
+                [f"http://{one.address}/readyz", *_last_words(_lines_of_last_run(one)), *_log_of(one)],
                 f"tail -50 {one.log}" if one.log is not None else f"the log of {one.name}",
                 _parts(facts, one),
             )
@@ -228,12 +228,12 @@ def _lines_of_last_run(one: Instance) -> list[LogLine]:
     return list(one.lines[starts[-1] :] if starts else one.lines)
 
 
-def _last_words(one: Instance) -> list[str]:
-    """The newest errors in its log: of the last minutes, or without a time."""
-    newest = max((line.at for line in one.lines), default=0.0)
+def _last_words(lines: Sequence[LogLine]) -> list[str]:
+    """The newest errors in a log: of the last minutes, or without a time."""
+    newest = max((line.at for line in lines), default=0.0)
     errors = [
         line.text
-        for line in one.lines
+        for line in lines
         if (line.level in ("error", "critical") and line.at > newest - LOOKED_BACK_S) or _is_end_of_traceback(line)
     ]
     return [f"its log: {text[:300]}" for text in errors[-SHOWN_LINES:]]

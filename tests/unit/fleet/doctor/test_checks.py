@@ -412,6 +412,24 @@ def test_a_lost_checkpoint() -> None:
     assert broken(begin).status == 0
 
 
+def test_errors_of_an_earlier_process() -> None:
+    """Broken: a service that is not ready is explained by the errors of the process before it."""
+
+    def wait(facts: Facts) -> None:
+        one = instance(facts, "expel")
+        one.answer, one.reason = "not ready", "the broker answers slowly"
+        one.lines = (
+            LogLine(NOW - 60, "error", "failed", "former: another pipe failed"),
+            LogLine(0.0, "", "", "OSError: of the former process"),
+            LogLine(NOW - 20, "info", "started", "started"),
+            LogLine(NOW - 10, "error", "slow", "present: the broker was slow"),
+        )
+
+    evidence = " ".join(text for cause in broken(wait).causes for text in cause.finding.evidence)
+    assert "present" in evidence
+    assert "former" not in evidence
+
+
 def down(facts: Facts, reason: str) -> None:
     one = instance(facts, "transform")
     one.answer, one.reason = "not ready", reason
