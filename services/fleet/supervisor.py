@@ -27,6 +27,8 @@ from services.fleet.process import ServiceProcess, ServiceSpec
 from services.fleet.stop import Stop
 
 POLL_S = 0.1
+SAID_AFTER_S = 2.0
+"""A person who starts a fleet is told what it waits for after so long, and again each time that it has taken twice as long."""
 TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 
 
@@ -177,9 +179,10 @@ class Fleet:
 
     async def wait_ready(self) -> None:
         """Wait until every process is ready. Raises CommandFailed when one is too late, or when a stop is requested."""
-        deadline = time.monotonic() + self.plan.ready_within
+        begun = time.monotonic()
+        deadline, say_at = begun + self.plan.ready_within, begun + SAID_AFTER_S
         async with aiohttp.ClientSession() as session:
-            for process in self.processes:
+            for ready, process in enumerate(self.processes):
                 while (reason := await check_ready(session, process.management)) is not None:
                     self._stop.check()
                     if time.monotonic() > deadline:
@@ -188,6 +191,10 @@ class Fleet:
                             f"{process.spec.name} was not ready within {self.plan.ready_within:.0f} s: {reason}{lines}",
                             f"its log, {process.log}",
                         )
+                    if (now := time.monotonic()) >= say_at:
+                        say_at = now + max(SAID_AFTER_S, now - begun)
+                        so_far = f"{ready} of {len(self.processes)} processes are ready after {now - begun:.0f} s"
+                        self._progress(f"{so_far}; {process.spec.name}: {reason}")
                     await asyncio.sleep(POLL_S)
                 self._progress(f"{process.spec.name} is ready")
 

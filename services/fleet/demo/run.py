@@ -18,6 +18,7 @@ from services.fleet.demo.stage import (
     Display,
     Loss,
     Stage,
+    Waiting,
     perform,
     poll_until,
     quantiles_of,
@@ -80,11 +81,13 @@ async def _send_all(stage: Stage, fleet: Fleet, tracker: Tracker) -> DemoResult:
 async def _read_counts(fleet: Fleet, accepted: int) -> Sample:
     """The metrics, once the transform has counted all events: in real-time mode up to 15 s later than they are delivered."""
     deadline = time.monotonic() + COUNTED_WITHIN_S
+    waiting = Waiting("waiting for the transform's own count, which follows its results")
     while True:
         sample = await scrape_fleet(fleet)
         counted = sum(sample.total(f"penstock_transform_events_{end}_total") for end in ("written", "dead"))
         if counted >= accepted or time.monotonic() > deadline:
             return sample
+        waiting.say(int(counted), accepted)
         await asyncio.sleep(POLL_EVERY_S)
 
 

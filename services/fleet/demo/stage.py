@@ -130,6 +130,21 @@ async def _address_of(broker: str, folder: Path) -> AsyncIterator[str]:
         await asyncio.to_thread(emulator.stop)
 
 
+class Waiting:
+    """Says what a phase of the demo waits for, with its counts, each time that PLAIN_EVERY_S have passed."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._begun = self._said_at = time.monotonic()
+
+    def say(self, done: int, total: int) -> None:
+        """done of total events: so far."""
+        now = time.monotonic()
+        if now - self._said_at >= PLAIN_EVERY_S:
+            self._said_at = now
+            print_note(f"{self._what}: {done:,} of {total:,} events, for {now - self._begun:.0f} s", "dim")
+
+
 async def send_flights(fleet: Fleet, sent: SendSummary, flights: dict[str, Flight], batch: int, rate: float) -> None:
     """Send all events to the fleet's ingest; `sent` is always up to date. Raises CommandFailed."""
     events = (SourceEvent(number, flight.payload, "") for number, flight in enumerate(flights.values(), start=1))
@@ -214,6 +229,7 @@ async def read_loss(fleet: Fleet, pipe: str, accepted: int) -> Loss:
     are not final so soon.
     """
     deadline = time.monotonic() + LOSS_WITHIN_S
+    waiting = Waiting("waiting for the observer's table, in which services report what they did")
     found: Loss = {}
     while time.monotonic() < deadline:
         try:
@@ -225,6 +241,7 @@ async def read_loss(fleet: Fleet, pipe: str, accepted: int) -> Loss:
             found[count] = sum(row[count] for row in found["minutes"])
         if found["accepted"] >= accepted and not found["missing"]:
             break
+        waiting.say(found["accepted"] - found["missing"], accepted)
         await asyncio.sleep(POLL_EVERY_S)
     return found
 

@@ -292,9 +292,12 @@ async def test_no_memory_for_a_restart(bench: Bench, monkeypatch: pytest.MonkeyP
     assert any("expel-1 could not be started: Cannot allocate memory" in line for line in bench.said)
 
 
-async def test_never_ready_says_why(bench: Bench) -> None:
-    """Broken: `penstock up` hangs, or says only that something failed."""
+async def test_never_ready_says_why(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: `penstock up` hangs, or says only that something failed, or nothing while it waits."""
+    monkeypatch.setattr("services.fleet.supervisor.SAID_AFTER_S", 0.3)
     assert "ingest-1 was not ready within" in await fail_to_start(bench, "unready", "s: still warming up")
+    waits = [line for line in bench.said if line.startswith("0 of 1 processes are ready after ")]
+    assert waits[-1].endswith(" s; ingest-1: still warming up")
     await fail_to_start(bench, "crash", "boom")
 
 
