@@ -36,9 +36,9 @@ jars: $(RUN)
 	@$(PY) -m services.core.jvm.jars
 	@$(PY) -m spark.jvm.classes > /dev/null
 
-# Half a minute once, for tests that start Spark: each start then takes half as long.
+# A minute once, for tests that start Spark or Kafka: each start then takes half as long.
 classes: setup
-	@$(PY) -m spark.session
+	@$(PY) -m tests.support.class_archives
 
 emulator: $(EMULATOR)
 	@infra/dev/node.sh

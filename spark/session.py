@@ -2,8 +2,8 @@
 
 import logging
 import os
+import shlex
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +11,9 @@ import pyspark
 from pyspark.sql import SparkSession
 
 from services.core.jvm.jars import DATABASES, SPARK_KAFKA, SPARK_S3, jar_set
-from services.core.jvm.java import NO_PERF_FILE, java_env
+from services.core.jvm.java import NO_PERF_FILE, archive_name, archive_options, java_env
 from spark.executor_pod import write_template
-from spark.java import clear_active_session, java_process, set_active_session, ship_python
+from spark.java import clear_active_session, set_active_session, ship_python
 from spark.jvm.classes import EXTENSIONS, classes_jar
 from spark.master import PACKAGES, DriverAddress, Executors, MasterKind, cluster_settings, kind_of, write_code
 from spark.object_store import ObjectStore, store_settings
@@ -71,9 +71,6 @@ _JAVA_OPTIONS = (
 _QUICK = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 _MOST_COLLECTORS = 4
 """Threads that free memory: a heap of some GB needs no more."""
-CLASS_ARCHIVE = Path(pyspark.__file__).with_name(f"penstock-classes-{pyspark.__version__}.jsa")
-"""Spark's classes as Java keeps them in memory. With this file Spark starts in half the time, and with 3.5 CPU-seconds less.
-`make test` writes it (`python -m spark.session`, 160 MB). Java ignores an archive of another Java or of other jars."""
 _SILENCED = ("SQLQueryContextLogger", "py4j.clientserver")
 """Loggers that print plans and stacks of errors that we log in one line."""
 
@@ -115,16 +112,17 @@ def open_session(
     """
     os.environ.update(java_env())
     os.environ["TMPDIR"] = str(scratch)
-    os.environ["SPARK_LAUNCHER_OPTS"] = NO_PERF_FILE
+    os.environ["SPARK_LAUNCHER_OPTS"] = " ".join((NO_PERF_FILE, *_QUICK))  # it only prints the command of the other one
     os.environ["SPARK_AUTH_SOCKET_TIMEOUT"] = _SETTINGS["spark.python.authenticate.socketTimeout"].removesuffix(
         "s"
     )  # here
     for name in _SILENCED:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     # Spark's Python workers run this interpreter and import this project.
-    os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
-    os.environ["PYSPARK_PYTHON"] = sys.executable if cluster is None else cluster.executors.python
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
+    local_python = str(write_python(scratch))
+    os.environ["PYSPARK_DRIVER_PYTHON"] = local_python
+    os.environ["PYSPARK_PYTHON"] = local_python if cluster is None else cluster.executors.python
     builder = SparkSession.builder.master(master).appName("penstock")
     of_master = _LOCAL_SETTINGS
     if cluster is not None:
@@ -142,7 +140,7 @@ def open_session(
     temporary = (
         f'"-Djava.io.tmpdir={scratch}"'  # Spark's own folders are below it, too; quoted: the path may have blanks
     )
-    archive = [f"-XX:SharedArchiveFile={CLASS_ARCHIVE}"] if CLASS_ARCHIVE.exists() else []
+    archive = archive_options(class_archive())
     if archive_to is not None:
         archive = [f"-XX:ArchiveClassesAtExit={archive_to}", "-Xlog:disable"]
     java_options = [*_JAVA_OPTIONS, *java_for_size(compiler), temporary, *archive]
@@ -163,6 +161,16 @@ def open_session(
     session.dataSource.register(BrokerSource)
     _ = session.streams  # starts the registry of state stores: without it a batch with user-written state fails
     return session
+
+
+def write_python(scratch: Path) -> Path:
+    """A command that runs this Python with our $PYTHONPATH and no other. Spark puts its own copy of pyspark in front: a zip
+    without compiled files, which costs each of its Python processes 0.6 CPU-seconds."""
+    command = scratch / "python"
+    path = shlex.quote(os.environ["PYTHONPATH"])
+    command.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {shlex.quote(sys.executable)} "$@"\n', encoding="utf-8")
+    command.chmod(0o700)
+    return command
 
 
 def _ui_settings(ui: str) -> dict[str, str]:
@@ -193,6 +201,12 @@ def _state_settings(memory: int) -> dict[str, str]:
     }
 
 
+def class_archive() -> Path:
+    """Where an archive of Spark's classes is looked for. With it Spark starts in half the time, and with 3.5 CPU-seconds less.
+    `make classes` writes it (160 MB)."""
+    return Path(pyspark.__file__).with_name(archive_name(f"spark-{pyspark.__version__}"))
+
+
 def own_session(session: SparkSession) -> SparkSession:
     """Another session on the same Spark, for this thread, with its own views and settings."""
     own = session.newSession()
@@ -210,35 +224,3 @@ def slots(master: str) -> int | None:
         return None
     count = master[len("local[") : -1].split(",")[0]
     return os.cpu_count() or 1 if count == "*" else int(count)
-
-
-def write_class_archive() -> None:
-    """Run a small stream in a Spark of its own, and keep the classes that it needed. Blocking: half a minute."""
-    written = CLASS_ARCHIVE.with_suffix(".new")
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        _write_class_archive(Path(scratch), written)
-
-
-def _write_class_archive(scratch: Path, written: Path) -> None:
-    session = open_session(
-        master="local[2]", memory=1 << 30, kafka=False, scratch=scratch, compiler="quick", archive_to=written
-    )
-    frame = session.readStream.format("rate").load().selectExpr("from_json(string(value), 'a INT').a AS a", "timestamp")
-    counted = frame.withWatermark("timestamp", "1 second").groupBy("timestamp").count()
-    query = counted.writeStream.format("noop").option("checkpointLocation", str(scratch / "checkpoint")).start()
-    query.processAllAvailable()
-    query.stop()
-    session.range(10).selectExpr("to_json(struct(id)) AS value").toArrow()
-    session.stop()
-    java = java_process(session)
-    try:
-        java.stdin.close()  # Java ends, and writes
-        java.wait(300)
-        written.replace(CLASS_ARCHIVE)
-    finally:
-        java.kill()
-        written.unlink(missing_ok=True)
-
-
-if __name__ == "__main__" and not CLASS_ARCHIVE.exists():
-    write_class_archive()

@@ -2,11 +2,13 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyspark
 import pytest
 from py4j.protocol import Py4JJavaError, Py4JNetworkError  # type: ignore[import-untyped]
 from pyspark.errors import AnalysisException, ParseException
@@ -17,7 +19,7 @@ from pyspark.sql.streaming.stateful_processor import StatefulProcessor, Stateful
 import spark as package
 from spark import java
 from spark.java import HadoopFolder
-from spark.session import CLASS_ARCHIVE, java_for_size
+from spark.session import class_archive, java_for_size
 
 PRIVATE = re.compile(r"\b_(jvm|jdf|jsparkSession|jo|jsq|jsc|gateway|origin)\b|\bjava_exception\b|\bpy4j\.protocol\b")
 
@@ -48,9 +50,21 @@ def test_session(spark: SparkSession) -> None:
 
 def test_class_archive(spark: SparkSession) -> None:
     """If this fails, each start of Spark takes twice as long."""
-    if not CLASS_ARCHIVE.exists() and "CI" not in os.environ:
+    if not class_archive().exists() and "CI" not in os.environ:
         pytest.skip("`make test` writes the archive")
-    assert str(CLASS_ARCHIVE) in Path(f"/proc/{java.java_process(spark).pid}/maps").read_text()
+    assert str(class_archive()) in Path(f"/proc/{java.java_process(spark).pid}/maps").read_text()
+
+
+def test_python_workers_run_compiled_code(spark: SparkSession) -> None:
+    """If this fails, each of Spark's Python processes compiles pyspark anew."""
+    found = spark.range(1).mapInArrow(_where, "path STRING").first()
+    assert found is not None
+    assert found.path == pyspark.__file__
+
+
+def _where(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for _ in batches:
+        yield pa.RecordBatch.from_pydict({"path": [pyspark.__file__]})
 
 
 def test_plans(spark: SparkSession) -> None:

@@ -19,12 +19,18 @@ from typing import Self
 
 from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.jars import KAFKA_SERVER, jar_set
-from services.core.jvm.java import NO_PERF_FILE, find_java
+from services.core.jvm.java import NO_PERF_FILE, archive_name, archive_options, find_java
 
 READY_TIMEOUT_S = 120.0
 STOP_GRACE_S = 15.0
 # A measurement of minutes passes ("-XX:+UseG1GC",) instead.
 FAST_START = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
+
+
+def class_archive(jars: Sequence[Path]) -> Path:
+    """Where an archive of the classes of this Kafka is looked for: beside the folder of its jars. `make classes` writes it."""
+    folder = jars[0].parent
+    return folder.with_name(archive_name(folder.name))
 
 
 def new_cluster_id() -> str:
@@ -142,9 +148,11 @@ class KafkaProcess:
         self.config = folder / f"broker-{node.node_id}.properties"
         self.log = folder / f"broker-{node.node_id}.log"
         self.scratch = folder / f"broker-{node.node_id}.scratch"
-        jars = ":".join(str(jar) for jar in jar_set(KAFKA_SERVER))
+        jars = jar_set(KAFKA_SERVER)
         own_files = (NO_PERF_FILE, f"-Djava.io.tmpdir={self.scratch}")  # leaves nothing in /tmp
-        self._java = [str(find_java().executable), *java_options, *own_files, "-cp", jars]
+        archive = archive_options(class_archive(jars)) if jars else []
+        java = [str(find_java().executable), *java_options, *archive, *own_files]
+        self._java = [*java, "-cp", ":".join(map(str, jars))]
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
 
