@@ -21,7 +21,7 @@ DISK_MB = 64
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """alerts: exactly those that must fire. checks: names of the doctor's checks that name the cause.
+    """alerts: exactly those that must fire; may: and those that may. checks: names of the doctor's checks that name the cause.
 
     apart: services without a supervisor. change: the pipe file before the start. small_disk: the data folder is on one.
     """
@@ -30,6 +30,7 @@ class Incident:
     strike: Strike
     alerts: frozenset[str]
     checks: frozenset[str]
+    may: frozenset[str] = frozenset()
     apart: bool = False
     spark: bool = False
     kafka: bool = False
@@ -266,15 +267,16 @@ INCIDENTS: tuple[Incident, ...] = (
     Incident(
         "broker gone",
         _stop_broker,
-        _of("IngestRefuses", "IngestNotReady", "LaneNotUp", "RetrierNotUp", "NotReady", "TelemetryFails"),
+        _of("IngestRefuses", "IngestNotReady", "NotReady", "TelemetryFails"),
         frozenset({"broker-gone"}),
         kafka=True,
     ),
     Incident(
         "quota",
         _limit_broker,
-        _of("BrokerQuota", "IngestNotReady", "TelemetryFails"),
+        _of("BrokerQuota", "TelemetryFails"),
         frozenset({"throttled"}),
+        may=_of("IngestNotReady"),  # when an append in doubt comes to its deadline
         kafka=True,
     ),
     Incident(

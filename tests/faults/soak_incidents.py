@@ -40,7 +40,7 @@ class Result:
 
     @property
     def unexpected(self) -> frozenset[str]:
-        return (frozenset(self.fired) | self.before) - self.incident.alerts
+        return (frozenset(self.fired) | self.before) - self.incident.alerts - self.incident.may
 
     @property
     def named(self) -> bool:
