@@ -34,6 +34,8 @@ SLOW = 0.2
 """Share of the time limit after which the pipe is not ready."""
 ANSWER = "answer"
 """As if it was a query, for the watchdog: the pipe's thread, which alone asks, waits for an answer of Java."""
+STARTING = "starting"
+"""The problem of a query that has neither failed nor completed a trigger. `penstock doctor` knows the word."""
 STANDBY_S = 600.0
 """A process that stands by for a pipe longer than this is not ready: an update has handed over by then."""
 
@@ -131,7 +133,8 @@ class PipesHealth:
         self.why_waiting: Callable[[], str | None] = lambda: None
         """Why all work waits; None when it does not."""
         self._watchdogs: dict[str, Watchdog] = {}
-        self._states = {pipe: QueryState(pipe, "starting", 0) for pipe in pipes}
+        self._states = {pipe: QueryState(pipe, STARTING, 0) for pipe in pipes}
+        self._phases: dict[str, str] = {}
         self._standby_since: dict[str, float] = {}
         self.gave_up = asyncio.Event()
         for pipe in self._states:
@@ -145,7 +148,7 @@ class PipesHealth:
         A paused pipe needs no query. Nor does one that another process runs, for `STANDBY_S`: an update that starts the next
         process first stops the former one only when the next is ready.
         """
-        down = {pipe: state.problem for pipe, state in self._states.items() if state.problem}
+        down = {pipe: self._with_phase(pipe, state.problem) for pipe, state in self._states.items() if state.problem}
         now = self._clock()
         down |= {
             pipe: f"it has stood by for {now - since:.0f} s, {self._states[pipe].standby}"
@@ -158,10 +161,18 @@ class PipesHealth:
             reasons.insert(0, waiting)
         return "; ".join(reasons) or None
 
+    def _with_phase(self, pipe: str, problem: str) -> str:
+        phase = self._phases.get(pipe) if problem == STARTING else None
+        return problem if phase is None else f"{problem} ({phase})"
+
     def note(self) -> str | None:
         """The pipes that are paused, by whom and why, or that another process runs; None when there are none."""
         found = ((state.pipe, state.paused or state.standby) for state in self._states.values())
         return "; ".join(f"{pipe}: {text}" for pipe, text in found if text) or None
+
+    def record_phase(self, phase: str, pipe: str | None = None) -> None:
+        """What a start is doing, for a person who waits for it. pipe: None for all of them."""
+        self._phases |= dict.fromkeys(self._states if pipe is None else [pipe], phase)
 
     def record_waiting(self, reason: str) -> None:
         """No query can start yet, for this reason."""

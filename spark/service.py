@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -19,14 +20,14 @@ from services.core.expected import show_expected
 from services.core.group_control import GroupControl
 from services.core.lifecycle import Supervision, wait_for_stop
 from services.core.management import serve_management
-from services.core.pauses import Pauses
+from services.core.pauses import NOT_READ, Pauses
 from services.core.startup import open_when_reachable
 from spark.brokers.contract import SparkBroker, open_spark_broker
 from spark.errors import shorten
 from spark.executor_group import ExecutorGroup
 from spark.executors import ExecutorsGoneError, ExecutorWatch, Seen
 from spark.figures import TaskFigures
-from spark.health import PipesHealth, Watchdog
+from spark.health import STARTING, PipesHealth, Watchdog
 from spark.java import JAVA_ERRORS, has_stopped, java_process, live_executors, why_ended
 from spark.jobs.attempts import SETTLE_S, SuspectLock
 from spark.jobs.job import Job
@@ -91,7 +92,9 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
         show_disk(scratch.folder.parent)
         if "://" not in (checkpoints := settings.checkpoint_root()):
             show_disk(Path(checkpoints))
-        opening = run_blocking(lambda: _open(settings, broker, selected, scratch.folder), "spark")
+        loop = asyncio.get_running_loop()
+        tell = partial(_call_soon, loop, health.record_phase)
+        opening = run_blocking(lambda: _open(settings, broker, selected, scratch.folder, tell), "spark")
         opened = await _unless_stopped(opening, supervision)
         if opened is None:
             return
@@ -130,7 +133,11 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
 
 
 def _open(
-    settings: TransformSettings, broker: SparkBroker, selected: SelectedPipes, scratch: Path
+    settings: TransformSettings,
+    broker: SparkBroker,
+    selected: SelectedPipes,
+    scratch: Path,
+    tell: Callable[[str], None],
 ) -> tuple[SparkSession, list[Prepared]]:
     sized, settings = settings.master == AUTO, size_master(settings, selected)
     session = open_session(
@@ -144,7 +151,9 @@ def _open(
         ui=settings.spark_ui,
         compiler=settings.java_compiler,
         store=settings.object_store(selected),
+        on_phase=tell,
     )
+    tell("the transforms are analysed")
     prepared = prepare_pipes(session, selected, max_bytes=broker.max_record_bytes)
     check_suitability(session, settings, broker, selected, prepared)
     prepared = choose_modes(session, settings, broker, selected, prepared)
@@ -190,13 +199,7 @@ def _make_job(
     shown: Shown,
     prepared: Prepared,
 ) -> Job:
-    loop = asyncio.get_running_loop()
-
-    def call(record: Callable[[], None]) -> None:
-        """Called from a job's thread. Does nothing once the loop has ended."""
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(record)
-
+    call = partial(_call_soon, asyncio.get_running_loop())
     watchdog = Watchdog(settings.batch_timeout, clock)
     health.add_watchdog(prepared.pipe, watchdog)
     return Job(
@@ -207,12 +210,19 @@ def _make_job(
         ledger=settings.ledger,
         watchdog=watchdog,
         suspects=suspects,
-        on_batch=lambda report: call(lambda: health.record_batch(report)),
-        on_state=lambda state: call(lambda: health.record_state(state)),
-        on_backlog=lambda found: call(lambda: health.record_backlog(prepared.pipe, found)),
+        on_batch=partial(call, health.record_batch),
+        on_state=partial(call, health.record_state),
+        on_backlog=partial(call, health.record_backlog, prepared.pipe),
+        on_phase=lambda phase: call(health.record_phase, phase, prepared.pipe),
         executors=shown.executors,
         ui=shown.ui,
     )
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, record: Callable[..., None], *arguments: Any) -> None:
+    """Called from another thread. Does nothing once the loop has ended."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(record, *arguments)
 
 
 async def _open_control(
@@ -229,9 +239,12 @@ async def _open_control(
         return None
     pauses = Pauses(opened.reader)
     supervision.run(pauses.follow(stopping), "pauses")
+    health.record_phase("reads which pipes are paused")
     while pauses.unknown is not None and not stopping.is_set():
-        health.record_waiting(f"it is not known whether it is paused: {pauses.unknown}")
+        if pauses.unknown != NOT_READ:
+            health.record_waiting(f"it is not known whether it is paused: {pauses.unknown}")
         await wait_for_stop(stopping, APPLY_EVERY_S)
+    health.record_waiting(STARTING)
     if stopping.is_set():
         return None
     producer = await stack.enter_async_context(Producer(opened.appender))

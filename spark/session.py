@@ -4,6 +4,7 @@ import logging
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,6 +100,7 @@ def open_session(
     compiler: str = "auto",
     store: ObjectStore | None = None,
     archive_to: Path | None = None,
+    on_phase: Callable[[str], object] = lambda _: None,
 ) -> SparkSession:
     """Start Java and Spark: seconds. Blocking. kafka: with the connector's jars, databases: with drivers of
     databases; jars may have to be fetched. The first
@@ -107,7 +109,8 @@ def open_session(
     scratch: an existing folder for all temporary files of Java, of Spark and of its Python workers. cluster: None for a local
     master. parallelism: the partitions of a shuffle; None: one for each task slot. ui: host:port of Spark's web pages; empty:
     none. compiler: `java_compiler` of the settings. store: of checkpoints or tables, with its jars. archive_to:
-    Java writes its classes there at its end. Raises JavaNotFound, JarsUnavailable, and Spark's error when a cluster's master
+    Java writes its classes there at its end. on_phase: called with what the start is doing, for a person.
+    Raises JavaNotFound, JarsUnavailable, and Spark's error when a cluster's master
     cannot be reached.
     """
     os.environ.update(java_env())
@@ -149,10 +152,12 @@ def open_session(
     builder = builder.config("spark.sql.shuffle.partitions", str(parallelism or max(1, tasks or 1)))
     if parallelism is not None:
         builder = builder.config("spark.default.parallelism", str(parallelism))
+    on_phase("jars are fetched or verified")
     jars = [classes_jar(), *(jar_set(SPARK_KAFKA) if kafka else [])]
     jars += [] if store is None else jar_set(SPARK_S3)
     jars += jar_set(DATABASES) if databases else []
     builder = builder.config("spark.jars", ",".join(map(str, jars)))
+    on_phase("Java and Spark start")
     session = builder.getOrCreate()
     if cluster is not None:
         code = scratch / "penstock.zip"

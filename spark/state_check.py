@@ -13,6 +13,7 @@ from pydantic import Field
 from services.core.jvm.jars import JarsUnavailable
 from services.core.jvm.java import JavaNotFound
 from services.core.lifecycle import configure_logs, report_bad_configuration
+from services.core.sample import PHASE
 from services.core.settings import load_settings
 from services.core.state_plan import StateCheck, StatePlan
 from services.core.yaml_source import BadConfiguration
@@ -42,7 +43,12 @@ def check_state(settings: StateCheckSettings) -> StateCheck:
         broker, chosen = open_spark_broker(settings.broker), load_pipes(settings)
         scratch = settings.data.absolute()
         session = open_session(
-            master="local[1]", memory=settings.memory, kafka=False, scratch=scratch, compiler="quick"
+            master="local[1]",
+            memory=settings.memory,
+            kafka=False,
+            scratch=scratch,
+            compiler="quick",
+            on_phase=(scratch / PHASE).write_text,
         )
         problems = []
         for prepared in prepare_pipes(session, chosen, max_bytes=broker.max_record_bytes):

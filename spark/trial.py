@@ -26,7 +26,7 @@ from services.core.event import ID
 from services.core.jvm.jars import JarsUnavailable
 from services.core.jvm.java import JavaNotFound
 from services.core.lifecycle import configure_logs, report_bad_configuration
-from services.core.sample import SampleRecord, TrialResult
+from services.core.sample import PHASE, SampleRecord, TrialResult
 from services.core.settings import load_settings
 from services.core.topic_names import dead_letter_topic, output_topic
 from services.core.yaml_source import BadConfiguration
@@ -174,9 +174,10 @@ def _to_raw(session: SparkSession, sample: Sequence[SampleRecord]) -> DataFrame:
 def _run(settings: TrialSettings) -> TrialResult:
     """Start Spark and try the pipe. Every failure is in the result."""
     java: Any = None
+    scratch = settings.data.absolute()
+    tell = (scratch / PHASE).write_text
     try:
         broker, chosen = open_spark_broker(settings.broker), load_pipes(settings)
-        scratch = settings.data.absolute()
         # A sample is one small batch in memory: no work for a cluster.
         local = settings.master_kind() is MasterKind.LOCAL and settings.master != AUTO
         master = settings.master if local else "local[2]"
@@ -188,7 +189,9 @@ def _run(settings: TrialSettings) -> TrialResult:
             store=settings.object_store(chosen),
             scratch=scratch,
             compiler="quick",
+            on_phase=tell,
         )
+        tell("the transform is analysed, and runs on the sample")
         java = java_process(session)
         return try_pipe(session, settings, chosen, broker.max_record_bytes)
     except BadConfiguration as error:

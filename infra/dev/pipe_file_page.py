@@ -44,10 +44,15 @@ def pipe_file_page() -> str:
     places = find_places(schema)
     parts = [_HEAD.format(example=STARTER)]
     for name, found in places.items():
-        heading = f"`{found[0]}`" if name else "Top level"
+        heading = f"`{_title(name, found)}`" if name else "Top level"
         node = object_of(schema, name)
         parts += [f"## {heading}", "", *_intro(node, found), *_table(schema, node, places), ""]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _title(name: str, places: list[str]) -> str:
+    """Of an object's section: its path, or its name where it has several."""
+    return name.lower() if len(places) > 1 else places[0]
 
 
 def find_places(schema: Node) -> dict[str, list[str]]:
@@ -90,7 +95,7 @@ def _values_of(node: Node) -> list[Any]:
 def _intro(node: Node, places: list[str]) -> list[str]:
     text = node.get("description", "")
     if len(places) > 1:
-        text += " Also at " + ", ".join(f"`{place}`" for place in places[1:]) + "."
+        text += " At " + ", ".join(f"`{place}`" for place in places) + "."
     return [text, ""] if text else []
 
 
@@ -121,8 +126,9 @@ def kind(value: Node, places: Mapping[str, list[str]]) -> str:
 
 def _kind(value: Node, places: Mapping[str, list[str]]) -> str:
     if "$ref" in value:
-        place = places[value["$ref"].rpartition("/")[2]][0]
-        return f"[{place.removesuffix('.NAME').rpartition('.')[2].removesuffix('[]')}](#{_anchor(place)})"
+        name = value["$ref"].rpartition("/")[2]
+        title = _title(name, places[name])
+        return f"[{title.removesuffix('.NAME').rpartition('.')[2].removesuffix('[]')}](#{_anchor(title)})"
     if "enum" in value:
         return " or ".join(f"`{_flow(one)}`" for one in value["enum"])
     if "const" in value:

@@ -83,6 +83,10 @@ class ControlTopic:
             return await self._reader.read(CONTROL, 0, self._next, max_records=_PAGE)
 
 
+NOT_READ = "it was not read yet"
+"""The first value of `Pauses.unknown`: nothing has failed."""
+
+
 class Pauses:
     """The content of the control topic, as far as `refresh` has read it. Not thread-safe.
 
@@ -93,7 +97,7 @@ class Pauses:
         self._topic, self.renames = ControlTopic(reader), renames or {}
         self._newest: dict[str, tuple[int, Pause]] = {}
         self._changed = asyncio.Event()
-        self.unknown: str | None = "it was not read yet"
+        self.unknown: str | None = NOT_READ
         """The reason why the pauses are not known; None from the first read to the end on, also when later reads fail."""
 
     def of(self, name: str) -> tuple[int, Pause] | None:

@@ -88,8 +88,9 @@ class Stream(StrictModel):
     columns: str | None = Field(
         None,
         max_length=20_000,
-        description="The payload's columns for transforms, as Spark DDL. "
-        "A payload that does not fit goes to the pipe's dead letters.",
+        description="The payload's columns for transforms, as Spark DDL. A payload that does not fit goes to the pipe's dead "
+        "letters. Fields that are not declared here are no columns: a transform reads them from `value`, and a result made of "
+        "columns does not have them.",
         examples=["carrier STRING, dep_delay INT"],
     )
 
@@ -254,7 +255,8 @@ class Pipe(StrictModel):
     destinations: list[Destination] = Field(
         min_length=1,
         max_length=1000,
-        description="The receivers. Each of them gets every event.",
+        description="The receivers. Each of them gets every result of the transform, or, with `from`, those of one output. "
+        "Without a transform each gets every event.",
         examples=[[{"name": "billing", "webhook": {"url": "https://billing.example.org/hook"}}]],
     )
     renamed_from: Name | None = Field(

@@ -10,6 +10,9 @@ import msgspec
 from services.core.broker.record import Record
 from services.core.yaml_source import Problem
 
+PHASE = "phase"
+"""The file beside the sample in which Spark's process says what it is doing, for a person who waits for it."""
+
 
 class SampleEvent(msgspec.Struct, frozen=True):
     """One event of a file. place: for a person, e.g. `orders.json:3`. stream: to which it would be sent."""

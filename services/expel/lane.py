@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from services.core.broker.contract import Broker, Start
 from services.core.consuming import GroupMember
 from services.core.lifecycle import wait_for_stop
+from services.core.pauses import NOT_READ
 from services.core.progress import Step
 from services.core.topic_names import delivery_group, lane_name
 from services.expel.dispatcher import Dispatcher
@@ -55,7 +56,9 @@ class Lane:
     def waits_for(self) -> str | None:
         """Why the lane does not run, for a person. None while it runs, and also while it is paused."""
         if not self._is_paused_known and self._pause is not None:
-            return f"{self.name}: it is not known whether it is paused: {self._pause.unknown}"
+            unknown = self._pause.unknown
+            is_new = unknown is None or unknown == NOT_READ
+            return f"{self.name}: {'starting' if is_new else f'it is not known whether it is paused: {unknown}'}"
         return None if self._member.waits_for is None else f"{self.name}: {self._member.waits_for}"
 
     @property

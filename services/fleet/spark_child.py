@@ -10,11 +10,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from services.core.jvm.child import start_child
+from services.core.sample import PHASE
+from services.fleet.console import print_note
 from services.fleet.output import describe_line
 from services.fleet.problem import CommandFailed
 
 LIMIT_S = 300.0
 """Spark's start and the work take no longer. The time limit of a live batch is the same (`--batch-timeout`)."""
+SAY_EVERY_S = 15.0
 _LAST_LINES = 15
 _GONE_WITHIN_S = 5
 
@@ -24,16 +27,27 @@ class TooSlow(Exception):
 
 
 def run_spark(module: str, arguments: Sequence[str | Path], scratch: Path, remedy: str) -> None:
-    """Run a module of `spark` until it ends. Blocking. Its output is in `scratch`. Raises TooSlow, CommandFailed (remedy)."""
+    """Run a module of `spark` until it ends. Blocking. Its output is in `scratch`. Raises TooSlow, CommandFailed (remedy).
+
+    Says on stderr every SAY_EVERY_S what it is doing, from the file PHASE in `scratch`.
+    """
     command: list[str | Path] = [sys.executable, "-m", module, *arguments]
     with _running(command, scratch / "output") as child:
-        try:
-            status = child.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            raise TooSlow from None
+        status = _wait(child, scratch / PHASE)
     if status:
         lines = "\n".join(last_lines((scratch / "output").read_bytes()))
         raise CommandFailed(f"Spark ended with status {status}. It printed last:\n{lines}", remedy)
+
+
+def _wait(child: subprocess.Popen[bytes], phase: Path) -> int:
+    begun = time.monotonic()
+    while (waited := time.monotonic() - begun) < LIMIT_S:
+        try:
+            return child.wait(min(SAY_EVERY_S, LIMIT_S - waited))
+        except subprocess.TimeoutExpired:
+            doing = phase.read_text() if phase.exists() else "Spark starts"
+            print_note(f"{doing} ({time.monotonic() - begun:.0f} s so far)", "dim")
+    raise TooSlow
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from services.core.pauses import Pause
 from spark.brokers.contract import BacklogMeter, Measurement, SparkBroker
 from spark.errors import is_of_broker, java_causes, shorten
 from spark.figures import QueryFigures
-from spark.health import QueryState, Watchdog
+from spark.health import STARTING, QueryState, Watchdog
 from spark.jobs.attempts import Attempts, Stopping, SuspectLock, hand_over_attempt
 from spark.jobs.checkpoint import (
     Checkpoint,
@@ -73,17 +73,18 @@ class Job:
         on_batch: Callable[[BatchReport], None],
         on_state: Callable[[QueryState], None],
         on_backlog: Callable[[Measurement], None] = lambda _: None,
+        on_phase: Callable[[str], None] = lambda _: None,
         watchdog: Watchdog | None = None,
         suspects: SuspectLock | None = None,
         executors: Callable[[], int] = lambda: 0,
         ui: str = "",
     ) -> None:
         """ledger: whether to report the outcome of each event. suspects: shared by all jobs of a process. executors, ui: as in
-        `SparkFigures`."""
+        `SparkFigures`. on_phase: called with what a start is doing."""
         self.pipe = prepared.pipe
         self._watchdog, self._suspects = watchdog or Watchdog(BATCH_TIMEOUT_S), suspects or SuspectLock()
         self._figures = QueryFigures(self.pipe)
-        self._executors, self._ui = executors, ui
+        self._executors, self._ui, self._on_phase = executors, ui, on_phase
         self._attempts = _attempts_of(prepared)
         self._claims: Claims | None = None
         self._prepared, self._broker, self._marks = prepared, broker, marks
@@ -188,7 +189,7 @@ class Job:
             pass
         if not self._stop.is_set():
             log.info("pipe_resumed", pipe=self.pipe)
-            self._on_state(QueryState(self.pipe, "starting", 0))
+            self._on_state(QueryState(self.pipe, STARTING, 0))
 
     def _stand_by(self, reason: str) -> None:
         """Another process runs the pipe: wait before the next look at its lock. That process works, so this is no failure."""
@@ -214,7 +215,7 @@ class Job:
             if self._standing_by:
                 log.info("pipe_taken_over", pipe=self.pipe)
                 self._standing_by = False
-                self._on_state(QueryState(self.pipe, "starting", 0))
+                self._on_state(QueryState(self.pipe, STARTING, 0))
             try:
                 self._wait_for_tables(checkpoint)
                 self._run_query(session, checkpoint, topics)
@@ -292,8 +293,10 @@ class Job:
         warms_up = self._prepared.per_batch or self._prepared.in_plan
         if warms_up and self._attempts.current is None:
             self._attempts.record_warm_up(query.checkpoint, begins=True)
+            self._on_phase("trial run on stored events")
             warm_up(query)
             self._attempts.record_warm_up(query.checkpoint, begins=False)
+        self._on_phase("reads the first batch")
         return start_micro_batches(query) if self._prepared.per_batch else StreamingPlanQuery(query)
 
     def _open_query(self, session: SparkSession, checkpoint: Checkpoint, topics: Mapping[str, str]) -> Query:

@@ -16,6 +16,7 @@ from spark.health import (
     OLD_JAVA_S,
     PART,
     STANDBY_S,
+    STARTING,
     PipesHealth,
     QueryState,
     Watchdog,
@@ -27,8 +28,14 @@ def test_ready_when_every_query_has_worked() -> None:
     """If this fails, work is sent to a transform that does not run, or a query that keeps failing looks ready."""
     health = PipesHealth(["a", "b"])
     assert health.ready() == "a: starting; b: starting"
+    health.record_phase("Java and Spark start")
+    health.record_phase("reads the first batch", "a")
+    assert health.ready() == "a: starting (reads the first batch); b: starting (Java and Spark start)"
+    health.record_waiting("the broker cannot be opened: refused")
+    assert health.ready() == "a: the broker cannot be opened: refused; b: the broker cannot be opened: refused"
+    health.record_waiting(STARTING)
     health.record_state(QueryState("a", None, 0))
-    assert health.ready() == "b: starting"
+    assert health.ready() == "b: starting (Java and Spark start)"
     health.record_state(QueryState("b", None, 0))
     assert health.ready() is None
     for failures in range(1, MAX_FAILURES + 1):

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,7 @@ from services.core.sample import AbsentField, RefusedEvent, SampleRecord
 from services.core.units import format_count, format_duration
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import find_broker
-from services.fleet.console import ERR, OUT, make_table, print_note
+from services.fleet.console import OUT, make_table, print_note
 from services.fleet.dead.view import plain
 from services.fleet.problem import CommandFailed
 from services.fleet.trial import (
@@ -112,9 +111,8 @@ def _try(
     if not records and not refused:
         where = ", ".join(sample) if sample else ", ".join(pipe.sources)
         raise CommandFailed(f"the sample has no events: {where}", "--sample with a file of events", status=2)
-    wait = ERR.status("Spark starts and runs the transform") if ERR.is_terminal else nullcontext()
-    with wait:
-        result = run_transform(pipes, name, records, url)
+    print_note(f"Spark starts, and runs {name} on {format_count(len(records), 'event')} (10 s to a minute)", "dim")
+    result = run_transform(pipes, name, records, url)
     return sum_up(name, pipe, records, refused, result, absent), pipe
 
 

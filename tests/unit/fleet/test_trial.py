@@ -169,13 +169,15 @@ def test_what_cannot_be_tried_is_explained(shell: Shell, tmp_path: Path) -> None
 
 
 def test_a_transform_that_never_ends_is_stopped(
-    pipes: PipeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pipes: PipeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Broken: a trial hangs for ever, or leaves its process and its files behind."""
-    monkeypatch.setattr("services.fleet.spark_child.LIMIT_S", 0.0)
+    """Broken: a trial hangs for ever, says nothing while it works, or leaves its process and its files behind."""
+    monkeypatch.setattr("services.fleet.spark_child.LIMIT_S", 0.3)
+    monkeypatch.setattr("services.fleet.spark_child.SAY_EVERY_S", 0.1)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     begun = time.monotonic()
     with pytest.raises(CommandFailed, match="the transform of one has not ended"):
         trial.run_transform(tmp_path / "pipes.yaml", "one", [record(0, "a")], None)
     assert time.monotonic() - begun < 60
+    assert "Spark starts (0 s so far)" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["pipes.yaml"]

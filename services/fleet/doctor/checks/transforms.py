@@ -18,13 +18,15 @@ REAL_TIME_S = 20.0
 NEW_S = 3600.0
 FAILED_S = 120.0
 STARTING = "starting"
-"""A query that has not failed in this process yet, as /readyz says it."""
+"""How /readyz begins to speak of a query that has not failed in this process yet."""
 
 
 def find_checkpoints(facts: Facts) -> Iterator[Finding]:
     """A checkpoint that is damaged, or gone although the transform has written results."""
     failed = dict(_failures(facts))
-    said = failed | {pipe: text for pipe, text in _problems(facts) if pipe not in failed or text != STARTING}
+    said = failed | {
+        pipe: text for pipe, text in _problems(facts) if pipe not in failed or not text.startswith(STARTING)
+    }
     for one in facts.checkpoints:
         problem = said.pop(one.pipe, "")
         parts = about(f"pipe {one.pipe}", "transform")
