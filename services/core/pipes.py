@@ -14,7 +14,7 @@ from services.core.pipe_table import Table
 from services.core.pipe_webhook import StrictModel, Webhook
 from services.core.units import Duration
 from services.core.version import newer_format
-from services.core.yaml_source import BadConfiguration, Document, Problem, load_yaml, validate_document
+from services.core.yaml_source import BadConfiguration, Document, Problem, load_yaml, validate_document, with_meant_keys
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 LANE_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}/[a-z0-9][a-z0-9_-]{0,62}$"
@@ -366,12 +366,17 @@ def read_pipes(path: Path) -> tuple[Document, PipeFile, list[Problem]]:
         raise
     if document.data is None:
         raise BadConfiguration([document.problem((), "is empty. Try: penstock init")])
-    problems = [document.problem(key, message) for key, message in find_broken_references(document.data)]
     try:
         file = validate_document(document, PipeFile)
     except BadConfiguration as error:
-        raise BadConfiguration(error.problems + problems) from None
-    return document, file, problems
+        raise BadConfiguration(
+            error.problems + _broken_references(document, with_meant_keys(document.data, PipeFile))
+        ) from None
+    return document, file, _broken_references(document, document.data)
+
+
+def _broken_references(document: Document, data: object) -> list[Problem]:
+    return [document.problem(key, message) for key, message in find_broken_references(data)]
 
 
 def load_pipes(path: Path) -> PipeFile:

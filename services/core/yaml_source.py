@@ -4,7 +4,9 @@ Beyond YAML's own errors it refuses duplicate keys (the last one would silently 
 documents, tags, files over 1 MB, and nesting over 50 levels.
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,6 +21,7 @@ from services.core.snapshot import source_of
 
 MAX_FILE_BYTES = 1_000_000
 MAX_DEPTH = 50
+_ITEM_NAME = re.compile(r"[\w-]{1,63}", re.ASCII)
 _PLAIN_TAGS = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
 
 KeyPath = tuple[str | int, ...]
@@ -62,7 +65,20 @@ class Document:
         """A problem at this key, or at its nearest ancestor in the file."""
         known = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in self.lines), ())
         line = self.lines.get(known, 1)
-        return Problem(f"{self.path}:{line}", ".".join(str(part) for part in path), message)
+        return Problem(f"{self.path}:{line}", self._show(path), message)
+
+    def _show(self, path: KeyPath) -> str:
+        """The path for a person: an item of a list by its name (`destinations[billing]`) if it has one, else by its index."""
+        shown, data = "", self.data
+        for part in path:
+            if isinstance(data, Mapping):
+                data = data.get(part)
+            else:
+                data = data[part] if isinstance(data, list) and isinstance(part, int) and part < len(data) else None
+            name = data.get("name") if isinstance(part, int) and isinstance(data, Mapping) else None
+            is_shown = isinstance(name, str) and _ITEM_NAME.fullmatch(name)
+            shown += f"[{name}]" if is_shown else f".{part}" if shown else str(part)
+        return shown
 
 
 def load_yaml(path: Path) -> Document:
@@ -200,30 +216,54 @@ _WORDS = {
 
 
 def validate_document(document: Document, model: type[Model]) -> Model:
-    """The document as this model. Raises BadConfiguration with every problem at once, each at its line."""
+    """The document as this model. Raises BadConfiguration with every problem at once, each at its line.
+
+    A key that is missing because it is misspelled is one problem, not two.
+    """
     try:
         return model.model_validate({} if document.data is None else document.data)
     except ValidationError as error:
-        problems = [
-            document.problem(
-                path := known_path(document.data, item["loc"]), describe(item) + _guess_key(model, path, item)
-            )
-            for item in error.errors(include_url=False, include_input=False)
-        ]
+        meant = _meant_keys(model, document.data, error)
+        found = {(*path[:-1], name) for path, name in meant.items()}
+        problems = []
+        for item in error.errors(include_url=False, include_input=False):
+            path = known_path(document.data, item["loc"])
+            if item["type"] != "missing" or path not in found:
+                question = f"; did you mean {meant[path]}?" if path in meant else ""
+                problems.append(document.problem(path, describe(item) + question))
         raise BadConfiguration(problems) from None
 
 
-def _guess_key(model: type[BaseModel], path: KeyPath, error: ErrorDetails) -> str:
-    """For an unknown key that is close to a key of its place: the question whether that one is meant. Else ""."""
-    if error["type"] != "extra_forbidden":
-        return ""
+def with_meant_keys(data: Any, model: type[BaseModel]) -> Any:
+    """The data, with the key that is meant in place of each misspelled one: for further checks, which else find consequences."""
+    try:
+        model.model_validate(data)
+    except ValidationError as error:
+        meant, data = _meant_keys(model, data, error), deepcopy(data)
+        for path in sorted(meant, key=len, reverse=True):
+            parent = data
+            for part in path[:-1]:
+                parent = parent[part]
+            parent.setdefault(meant[path], parent.pop(path[-1]))
+    return data
+
+
+def _meant_keys(model: type[BaseModel], data: Any, error: ValidationError) -> dict[KeyPath, str]:
+    """By the path of each unknown key: the key of its place that it is close to."""
+    items = error.errors(include_url=False, include_input=False)
+    paths = [known_path(data, item["loc"]) for item in items if item["type"] == "extra_forbidden"]
+    return {path: name for path in paths if (name := _guess_key(model, path))}
+
+
+def _guess_key(model: type[BaseModel], path: KeyPath) -> str:
+    """The key that is probably meant by this unknown one; "" when none is close."""
     root = model.model_json_schema()
     nodes = _alternatives(root, root)
     for part in path[:-1]:
         nodes = [found for node in nodes for child in _children(node, part) for found in _alternatives(root, child)]
     known = {name for node in nodes for name in node.get("properties", {})}
     close = get_close_matches(str(path[-1]), known, n=1, cutoff=_CLOSE)
-    return f"; did you mean {close[0]}?" if close else ""
+    return close[0] if close else ""
 
 
 def _alternatives(root: Schema, node: Schema) -> list[Schema]:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from services.core.columns import find_column_mistakes
 from services.core.credentials import BadCredential, read_value
 from services.core.destination_check import check_destinations, find_exposed_secrets
 from services.core.net_guard import NetPolicy, parse_endpoints, parse_networks
@@ -28,6 +29,7 @@ def check_pipe_file(path: Path, *, listen: str = "", allow_networks: str = "", s
     policy = NetPolicy(allow=allowed, own=parse_endpoints(listen))
     problems += check_destinations(document, pipes, policy, os.environ if secrets else None)
     problems += _missing_files(document, pipes)
+    problems += _bad_columns(document, pipes)
     problems += _unusable_passwords(document, pipes) if secrets else []
     if problems:
         raise BadConfiguration(problems)
@@ -50,6 +52,23 @@ def _unusable_passwords(document: Document, pipes: PipeFile) -> list[Problem]:
             except BadCredential as error:
                 found.append(document.problem(("tables", name, "jdbc", "password"), str(error)))
     return found
+
+
+def _bad_columns(document: Document, pipes: PipeFile) -> list[Problem]:
+    """Columns of streams and tables that Spark would refuse, as far as that shows without it."""
+    timed = {
+        source
+        for pipe in pipes.pipes.values()
+        for source in pipe.sources
+        if pipe.transform is not None and pipe.transform.watermark is not None
+    }
+    found = {("streams", name): one.columns for name, one in pipes.streams.items() if one.columns is not None}
+    found |= {("tables", name): one.columns for name, one in pipes.tables.items()}
+    return [
+        document.problem((*place, "columns"), text)
+        for place, columns in found.items()
+        for text in find_column_mistakes(columns, timed=place in {("streams", name) for name in timed})
+    ]
 
 
 def _missing_files(document: Document, pipes: PipeFile) -> list[Problem]:

@@ -10,12 +10,13 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.types import BooleanType, StructField, StructType
 
+from services.core.columns import find_bad_names, find_column_mistakes
 from services.core.pipes import Output, PipeFile, Transform, pipe_version
 from services.core.state_plan import USER_STATE, StatePlan, text_digest
 from services.core.yaml_source import BadConfiguration
 from spark.errors import shorten
 from spark.java import analyzed_plan
-from spark.records import EVENT, EVENT_TIME, RAW
+from spark.records import EVENT_TIME, RAW
 from spark.settings import SelectedPipes
 from spark.tables import ReferenceTable, has_map
 from spark.transforms.analysis import (
@@ -303,14 +304,12 @@ def _hint(problem: str, transform: Transform, undeclared: Sequence[str]) -> str:
 def _parse_columns(ddl: str | None, *, timed: bool) -> StructType | None:
     if ddl is None:
         return None
-    columns = StructType.fromDDL(ddl)
-    assert isinstance(columns, StructType)
-    names = [name.lower() for name in columns.names]
-    for name in names:
-        if name == EVENT or (timed and name == EVENT_TIME) or name.startswith("_penstock"):
-            raise BadTransform(
-                f"the column name {name!r} is reserved. Try: another name, read by a transform from `value`"
-            )
-        if names.count(name) > 1:
-            raise BadTransform(f"the column {name!r} is declared twice (names are the same in upper and lower case)")
+    try:
+        columns = StructType.fromDDL(ddl)
+    except PySparkException as error:
+        raise BadTransform(next(iter(find_column_mistakes(ddl, timed=timed)), shorten(error))) from error
+    if not isinstance(columns, StructType):
+        raise BadTransform("a name and a type for each column are needed. Try: id STRING, amount DECIMAL(12,2)")
+    if bad := next(find_bad_names(columns.names, timed=timed), ""):
+        raise BadTransform(bad)
     return columns

@@ -363,8 +363,8 @@ async def test_sigterm_with_a_hanging_receiver_ends_in_time(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"url": "http://169.254.169.254/"}, ["pipes.late.destinations.0.webhook.url", "link-local"]),
-        ({"url": "file:///etc/passwd"}, ["pipes.late.destinations.0.webhook.url"]),
+        ({"url": "http://169.254.169.254/"}, ["pipes.late.destinations[hook].webhook.url", "link-local"]),
+        ({"url": "file:///etc/passwd"}, ["pipes.late.destinations[hook].webhook.url"]),
         ({"url": "http://127.0.0.1:8080/v1/streams/flights/events"}, ["loop"]),
         ({"headers": {"webhook-id": "x"}}, ["headers.webhook-id"]),
         ({"secret": {"file": "open.secret"}}, ["webhook.secret", "chmod 600"]),

@@ -204,7 +204,7 @@ async def test_mistakes_before_anything_starts(desk: Desk) -> None:
     desk.write_pipes()
     command = await desk.run("up")
     assert command.process.returncode == 2
-    assert "error: pipes.yaml:9: pipes.p.destinations.0.webhook.url: 127.0.0.1 is loopback" in command.err
+    assert "error: pipes.yaml:9: pipes.p.destinations[d].webhook.url: 127.0.0.1 is loopback" in command.err
     assert not desk.data.exists()
 
 

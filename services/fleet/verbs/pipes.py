@@ -136,8 +136,9 @@ def check(
 ) -> None:
     """Check a pipe file. Prints every mistake with file, line and key. Status 2 when there is one.
 
-    It does not analyse transforms: `penstock try` does. `not_analysed` in --json lists the pipes that have one. But a changed
-    transform is compared with the state that the former one left, which takes Spark some seconds.
+    It reads the names and types in `columns`, but does not analyse transforms: `penstock try` does. `not_analysed` in --json
+    lists the pipes that have one. A changed transform is compared with the state that the former one left, which takes Spark some
+    seconds.
 
     With a broker, also show what the file changes there: new destinations with the events that they will receive, and
     destinations and pipes that are gone with what they leave behind. `partitions` in --json lists the topics with more
@@ -195,7 +196,7 @@ def _print_not_analysed(path: Path, transforms: Sequence[str]) -> None:
     if transforms:
         what = "the transform was" if len(transforms) == 1 else "the transforms were"
         file = "" if path == Path("pipes.yaml") else f" -f {path}"
-        print_note(f"{what} not analysed, nor any `columns`. Try: penstock try {transforms[0]} --sample FILE{file}")
+        print_note(f"{what} not analysed. Try: penstock try {transforms[0]} --sample FILE{file}")
 
 
 def _print_warnings(path: Path) -> None:

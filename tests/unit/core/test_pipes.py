@@ -78,13 +78,13 @@ def test_outputs_and_who_gets_them(tmp_path: Path) -> None:
     bad = text.replace("from: long", "from: lang").replace("renamed_from: far", "renamed_from: all")
     bad = bad.replace("stream: weather", "stream: weather, from: all")
     assert mistakes(tmp_path, bad) == [
-        "13: pipes.late.destinations.0.from: 'lang' is not among the outputs of its transform: long, all",
+        "13: pipes.late.destinations[ops].from: 'lang' is not among the outputs of its transform: long, all",
         (
             "10: pipes.late.transform.outputs.long.renamed_from: 'all' is still an output of this transform. "
             "Try: its former name, or no renamed_from"
         ),
         (
-            "20: pipes.raw.destinations.0.from: 'all': the pipe's transform has no outputs. "
+            "20: pipes.raw.destinations[mirror].from: 'all': the pipe's transform has no outputs. "
             "Try: outputs: {all: {where: …}} there"
         ),
     ]
@@ -107,11 +107,34 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
         "3: streams.flights.partitions: must be at least 1",
         "4: streams.Weather: must match ^[a-z0-9][a-z0-9_-]{0,62}$",
         "8: pipes.late.transform: exactly one of sql and python is needed",
-        "11: pipes.late.destinations.0.webhook.timeout: a duration with a unit is needed (ms, s, m, h, d). Try: 10s",
-        "11: pipes.late.destinations.0.webhook.acks: unknown key",
-        "17: pipes.raw.destinations.0.strem: unknown key; did you mean stream?",
+        "11: pipes.late.destinations[ops].webhook.timeout: a duration with a unit is needed (ms, s, m, h, d). Try: 10s",
+        "11: pipes.late.destinations[ops].webhook.acks: unknown key",
+        "17: pipes.raw.destinations[mirror].strem: unknown key; did you mean stream?",
         "7: pipes.late.sources.1: 'weather' is not among streams: Weather, flights",
+        "17: pipes.raw.destinations[mirror].stream: 'weather' is not among streams: Weather, flights",
     ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("streams:", "stream:", "2: stream: unknown key; did you mean streams?"),
+        (
+            "    sources: [flights]\n",
+            "    source: [flights]\n",
+            "18: pipes.raw.source: unknown key; did you mean sources?",
+        ),
+        ("    outputs:", "    output:", "10: pipes.late.transform.output: unknown key; did you mean outputs?"),
+        ("{name: mirror,", "{nam: mirror,", "20: pipes.raw.destinations.0.nam: unknown key; did you mean name?"),
+    ],
+)
+def test_a_misspelled_key_is_one_mistake(tmp_path: Path, old: str, new: str, expected: str) -> None:
+    """Broken: an operator reads three mistakes, two of which are consequences of the first."""
+    text = GOOD.replace("    transform: {sql: SELECT * FROM flights}\n", OUTPUTS).replace(
+        "name: ops", "name: ops\n        from: long"
+    )
+    assert text.count(old) == 1
+    assert mistakes(tmp_path, text.replace(old, new)) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +282,7 @@ def test_loop_over_several_pipes(tmp_path: Path) -> None:
     """Broken: two pipes feed each other, and one event becomes endlessly many."""
     text = GOOD + "  back:\n    sources: [weather]\n    destinations:\n      - {name: again, stream: flights}\n"
     assert mistakes(tmp_path, text) == [
-        "21: pipes.back.destinations.0.stream: 'flights' leads back to the pipe's own source: a loop"
+        "21: pipes.back.destinations[again].stream: 'flights' leads back to the pipe's own source: a loop"
     ]
 
 

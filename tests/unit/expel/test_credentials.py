@@ -58,7 +58,7 @@ def mistakes(folder: Path, *lines: str, environ: dict[str, str] | None = None) -
     return [str(problem).removeprefix(f"{folder}/pipes.yaml:") for problem in found]
 
 
-KEY = "pipes.late.destinations.0.webhook"
+KEY = "pipes.late.destinations[hook].webhook"
 
 
 def test_the_wrong_files_are_named_with_line_and_key(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ def test_every_mistake_is_named_with_line_and_key() -> None:
     text = GOOD.replace("https://example.com/hook", "http://169.254.169.254/").replace("X-Team: river", "Host: x")
     found = problems(text)
     assert [item.split(": ")[0:2] for item in found] == [
-        ["pipes.yaml:9", "pipes.late.destinations.0.webhook.url"],
-        ["pipes.yaml:11", "pipes.late.destinations.0.webhook.headers.Host"],
+        ["pipes.yaml:9", "pipes.late.destinations[hook].webhook.url"],
+        ["pipes.yaml:11", "pipes.late.destinations[hook].webhook.headers.Host"],
     ]
 
 
@@ -49,7 +49,7 @@ def test_missing_secret_is_named_only_where_secrets_are_needed() -> None:
     text = GOOD + "          secret: {env: HOOK_SECRET}\n"
     assert problems(text) == []
     (found,) = problems(text, {})
-    assert found.startswith("pipes.yaml:12: pipes.late.destinations.0.webhook.secret: the variable HOOK_SECRET")
+    assert found.startswith("pipes.yaml:12: pipes.late.destinations[hook].webhook.secret: the variable HOOK_SECRET")
 
 
 @pytest.mark.parametrize(

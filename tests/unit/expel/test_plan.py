@@ -14,7 +14,7 @@ HOOK = "webhook: {url: https://example.org/}"
 @pytest.mark.parametrize(
     ("sources", "destinations", "words"),
     [
-        ("[s]", f"[{{name: a, {HOOK}}}, {{name: a, {HOOK}}}]", "destinations.1.name"),
+        ("[s]", f"[{{name: a, {HOOK}}}, {{name: a, {HOOK}}}]", r"destinations\[a\].name"),
         ("[s, nosuch]", f"[{{name: a, {HOOK}}}]", "sources.1"),
         ("[s]", "[{name: a, stream: s}]", "loop"),
     ],

@@ -316,12 +316,12 @@ def test_a_pipe_and_its_destination_get_new_names(site: Site) -> None:
     [
         (
             one_pipe("late", ["name: a", "name: b, renamed_from: a"]),
-            "pipes.yaml:3: pipes.late.destinations.1.renamed_from: 'a' is still a destination of this pipe",
+            "pipes.yaml:3: pipes.late.destinations[b].renamed_from: 'a' is still a destination of this pipe",
         ),
         (one_pipe("late", ["name: a, renamed_from: a"]), "'a' is still a destination of this pipe"),
         (
             one_pipe("late", ["name: a, renamed_from: x", "name: b, renamed_from: x"]),
-            "destinations.1.renamed_from: 'x' is the former name of 'a' already",
+            "destinations[b].renamed_from: 'x' is the former name of 'a' already",
         ),
         (one_pipe("late", ["name: a"], more="renamed_from: late, "), "'late' is still a pipe of this file"),
         (
