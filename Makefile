@@ -13,12 +13,14 @@ WORKERS ?= 4
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup jars classes emulator check unit test demo bench soak simulate sbom release clean
+.PHONY: help install setup jars classes emulator check unit test demo bench soak simulate sbom release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) jars emulator  ## .venv with the exact packages, a Java, the jars, a Kinesis emulator; quick when nothing changed
+install: $(RUN)  ## .venv with what Penstock runs on, and a Java if there is none; quick when nothing changed
+
+setup: $(STAMP) jars emulator  ## install, and what checks and tests need: packages, the jars, a Kinesis emulator
 
 $(RUN): pyproject.toml $(foreach name,build services java,infra/lock/$(name).txt) infra/dev/setup.sh
 	@PYTHON="$(PYTHON)" infra/dev/setup.sh

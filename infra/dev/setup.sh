@@ -5,7 +5,6 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
-install=("${pip[@]}" install --quiet --no-deps --no-build-isolation)
 
 stop() {
     printf 'setup: %s\n' "$@" >&2
@@ -34,6 +33,19 @@ check_python() {
     can_make_venv || stop "$python cannot make virtual environments." "Try: sudo apt-get install $package"
 }
 
+# pip installs what $@ says, without packages that no lock names. Of its many lines only those that show how far it is.
+install() {
+    "${pip[@]}" install --progress-bar off --no-deps --no-build-isolation "$@" | while IFS= read -r line; do
+        if [[ $line =~ Downloading\ ([^ ]+)\ \(([0-9]+)[.0-9]*\ MB\) ]] && ((BASH_REMATCH[2] >= 20)); then
+            echo "  downloading ${BASH_REMATCH[1]##*/}, ${BASH_REMATCH[2]} MB" >&2
+        elif [[ $line =~ ^\ *Building\ wheel\ for\ ([^ ]+).*started ]]; then
+            echo "  building ${BASH_REMATCH[1]}" >&2
+        elif [[ $line =~ ^Installing\ collected\ packages:\ (.*) ]]; then
+            echo "  unpacking packages: $(wc -w <<<"${BASH_REMATCH[1]}")" >&2
+        fi
+    done
+}
+
 check() {
     "${pip[@]}" check >/dev/null || stop "the packages of infra/lock do not fit together: $("${pip[@]}" check)" \
         "Try: .venv/bin/python infra/dev/lock_packages.py"
@@ -41,8 +53,9 @@ check() {
 
 if [ $# = 1 ]; then
     echo "Installing the packages of infra/lock/$1.txt into .venv ..." >&2
-    "${install[@]}" --require-hashes --requirement "infra/lock/$1.txt"
+    install --require-hashes --requirement "infra/lock/$1.txt"
     check
+    echo "Installed them in $SECONDS s." >&2
     exit
 fi
 
@@ -51,14 +64,15 @@ if ! at_least_311 .venv/bin/python || ! .venv/bin/python -m pip --version >/dev/
     check_python
     "$python" -m venv --clear .venv
 fi
-echo "Installing the packages of infra/lock into .venv (a minute or two the first time) ..." >&2
-"${install[@]}" --require-hashes --only-binary :all: --requirement infra/lock/build.txt
-"${install[@]}" --require-hashes --requirement infra/lock/services.txt
-"${install[@]}" --editable .
+echo "Installing the packages that Penstock runs on into .venv (a minute or two the first time) ..." >&2
+install --require-hashes --only-binary :all: --requirement infra/lock/build.txt
+install --require-hashes --requirement infra/lock/services.txt
+install --editable .
 check
 
 if ! .venv/bin/python -m services.core.jvm.java >&2; then
     echo "Installing a Java into .venv ..." >&2
-    "${install[@]}" --require-hashes --requirement infra/lock/java.txt
+    install --require-hashes --requirement infra/lock/java.txt
     .venv/bin/python -m services.core.jvm.java >&2 || stop "The installed Java does not run on this machine."
 fi
+echo "Installed Penstock in $SECONDS s. \`source .venv/bin/activate\` puts \`penstock\` on your path." >&2

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -181,22 +181,40 @@ class Fleet:
         """Wait until every process is ready. Raises CommandFailed when one is too late, or when a stop is requested."""
         begun = time.monotonic()
         deadline, say_at = begun + self.plan.ready_within, begun + SAID_AFTER_S
+        waiting = self.processes
         async with aiohttp.ClientSession() as session:
-            for ready, process in enumerate(self.processes):
-                while (reason := await check_ready(session, process.management)) is not None:
-                    self._stop.check()
-                    if time.monotonic() > deadline:
-                        lines = "".join(f"\n    {line}" for line in process.last_output)
-                        raise CommandFailed(
-                            f"{process.spec.name} was not ready within {self.plan.ready_within:.0f} s: {reason}{lines}",
-                            f"its log, {process.log}",
-                        )
-                    if (now := time.monotonic()) >= say_at:
-                        say_at = now + max(SAID_AFTER_S, now - begun)
-                        so_far = f"{ready} of {len(self.processes)} processes are ready after {now - begun:.0f} s"
-                        self._progress(f"{so_far}; {process.spec.name}: {reason}")
+            while waiting:
+                answers = await asyncio.gather(*(check_ready(session, process.management) for process in waiting))
+                self._stop.check()
+                reasons = {
+                    process: reason for process, reason in zip(waiting, answers, strict=True) if reason is not None
+                }
+                for process in waiting:
+                    if process not in reasons:
+                        self._progress(_describe_ready(process, alone=not reasons))
+                waiting = list(reasons)
+                if waiting:
+                    say_at = self._check_start(reasons, begun, deadline, say_at)
                     await asyncio.sleep(POLL_S)
-                self._progress(f"{process.spec.name} is ready")
+
+    def _check_start(
+        self, reasons: Mapping[ServiceProcess, str], begun: float, deadline: float, say_at: float
+    ) -> float:
+        """Say what the start waits for, if it is time to. Returns the time of the next word. Raises CommandFailed after the
+        deadline."""
+        now, (process, reason) = time.monotonic(), next(iter(reasons.items()))
+        if now > deadline:
+            lines = "".join(f"\n    {line}" for line in process.last_output)
+            raise CommandFailed(
+                f"{process.spec.name} was not ready within {self.plan.ready_within:.0f} s: {reason}{lines}",
+                f"its log, {process.log}",
+            )
+        if now < say_at:
+            return say_at
+        count = len(self.processes)
+        so_far = f"{count - len(reasons)} of {count} processes are ready after {now - begun:.0f} s"
+        self._progress(f"{so_far}; {process.spec.name}: {reason}")
+        return now + max(SAID_AFTER_S, now - begun)
 
     async def drain(self) -> None:
         """Stop the services in the reverse of START_ORDER, each with a limit. Sets `drained`: whether all drained in time."""
@@ -249,6 +267,14 @@ async def run_fleet(
                 await asyncio.wait(tasks)  # otherwise the end of the group would cancel them again
     except BaseExceptionGroup as errors:
         raise _first(errors) from None
+
+
+def _describe_ready(process: ServiceProcess, *, alone: bool) -> str:
+    """alone: no other process is waited for."""
+    accepts = process.spec.service == "ingest" and not alone
+    return f"{process.spec.name} is ready" + (
+        ": it accepts and stores events; they wait for the others" if accepts else ""
+    )
 
 
 def _draining(group: Collection[ServiceProcess]) -> int:

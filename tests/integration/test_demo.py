@@ -148,6 +148,14 @@ def test_whatever_is_not_right_is_counted_and_fails(changes: dict[str, Any], fie
     assert not result_of(accepted=1)["ok"]
 
 
+def test_the_lags_of_the_first_events_are_shown_alone() -> None:
+    """Broken: a newcomer takes Spark's first compilation for the usual lag."""
+    tracker = Tracker({}, lags_ms=[50_000, 10, 10])
+    result = make_result("log", 3, 3, tracker, Sample(0.0), 1.0, {}, first=1)
+    assert result["first_e2e_lag_ms"]["p50"] == pytest.approx(50_000, rel=0.01)
+    assert result["e2e_lag_p99_ms"] == pytest.approx(10, rel=0.01)
+
+
 def test_duplicates_are_counted_and_no_loss() -> None:
     """Broken: a duplicate hides a loss, or counts as one."""
     flights = dict(list(load_flights(NEWEST).items())[:1])

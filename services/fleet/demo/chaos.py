@@ -179,7 +179,8 @@ class Outage:
 
 def render_chaos(result: DemoResult) -> RenderableType:
     """The tables at the end of the demo."""
-    words = f"{result['broker']}, {result['seconds']} s: {SHAKY} was down for {result['outage_s']} s, "
+    words = f"{result['broker']}, {result['seconds']} s from the first event to the last delivery: {SHAKY} was down "
+    words += f"for {result['outage_s']} s, "
     end = "nothing lost" if result["ok"] else f"{result['lost']} lost"
     title = Text(words + end, style="bold green" if result["ok"] else "bold red")
     columns = ("accepted", "delivered", "duplicates", "lost", "dead", "altered", "handed over")

@@ -34,6 +34,8 @@ from services.fleet.up import fleet_of
 
 POLL_EVERY_S = 0.5
 PLAIN_EVERY_S = 2.0
+STANDING_EVERY_S = 15.0
+"""How often counts are printed that have not changed."""
 LOSS_WITHIN_S = 60.0
 DUPLICATES_FOR_S = 1.0
 """Seconds after the last delivery in which duplicates may still arrive."""
@@ -189,7 +191,7 @@ class Display:
         self._total = total
         self._counts = dict.fromkeys(rows, 0)
         self._more = dict.fromkeys(rows, "")
-        self._printed_at = 0.0
+        self._printed_at, self._printed = 0.0, dict[str, int]()
         self._bars = Progress(
             SpinnerColumn(), TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(),
             TextColumn("{task.fields[more]}"), console=ERR, disable=not ERR.is_terminal,
@@ -202,14 +204,15 @@ class Display:
         self._more |= more
         for name, count in self._counts.items():
             self._bars.update(self._rows[name], completed=count, more=self._more[name])
-        if time.monotonic() - self._printed_at >= PLAIN_EVERY_S:
+        every = PLAIN_EVERY_S if self._counts != self._printed else STANDING_EVERY_S
+        if time.monotonic() - self._printed_at >= every:
             self._print_plain()
 
     def _print_plain(self) -> None:
         """One line, where no bars can be drawn."""
         if ERR.is_terminal:
             return
-        self._printed_at = time.monotonic()
+        self._printed_at, self._printed = time.monotonic(), dict(self._counts)
         parts = [f"{name} {count}/{self._total} {self._more[name]}".rstrip() for name, count in self._counts.items()]
         print_note(Text.from_markup(", ".join(parts)).plain, "dim")
 

@@ -34,6 +34,8 @@ async def start(settings: SampleSettings, supervision: Supervision) -> None:
     notes = Path(os.environ["SAMPLE_NOTES"])
     changed = notes.with_name(MODE_FILE)
     mode = changed.read_text() if changed.exists() else os.environ.get("SAMPLE_MODE", "")
+    mode, _, only = mode.partition(":")  # slow:expel: only the process of that name
+    mode = mode if only in ("", settings.name) else ""
     _write(notes, f"{settings.name} started {os.getpid()}")
     if mode == "bad":
         raise BadConfiguration([Problem("pipes.yaml:3", "pipes.p", "cannot work")])

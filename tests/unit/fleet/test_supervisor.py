@@ -297,8 +297,24 @@ async def test_never_ready_says_why(bench: Bench, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("services.fleet.supervisor.SAID_AFTER_S", 0.3)
     assert "ingest-1 was not ready within" in await fail_to_start(bench, "unready", "s: still warming up")
     waits = [line for line in bench.said if line.startswith("0 of 1 processes are ready after ")]
-    assert waits[-1].endswith(" s; ingest-1: still warming up")
+    assert " s; ingest-1: " in waits[-1]  # the reason, which on a busy machine is that it does not answer yet
     await fail_to_start(bench, "crash", "boom")
+
+
+async def test_ingest_is_told_to_be_ready_before_the_others(bench: Bench) -> None:
+    """Broken: events may be sent minutes before Spark runs, and nobody knows."""
+
+    async def run() -> None:
+        async with bench.run("expel", "ingest", mode="slow:expel"):
+            pass
+
+    running = asyncio.create_task(run())
+    early = "ingest-1 is ready: it accepts and stores events; they wait for the others"
+    await until(lambda: early in bench.said or running.done(), "the line")
+    assert "expel-1 is ready" not in bench.said
+    bench.notes_file.with_name(LET_GO).touch()
+    await running
+    assert "expel-1 is ready" in bench.said
 
 
 async def fail_to_start(bench: Bench, mode: str, reason: str) -> str:

@@ -203,7 +203,7 @@ def tried(names: Names) -> Shown:
 def demo(_names: Names) -> Shown:
     counts = dict.fromkeys(("accepted", "transformed", "delivered", "duplicates", "sent"), 10_000)
     wrong = dict.fromkeys(("lost", "wrong", "foreign", "unsigned", "dead"), 0)
-    lags = dict.fromkeys(("ingest_time_ms", "transit_time_ms", "expel_time_ms", "e2e_lag_ms"), LAGS)
+    lags = dict.fromkeys(("ingest_time_ms", "transit_time_ms", "expel_time_ms", "first_e2e_lag_ms", "e2e_lag_ms"), LAGS)
     result = {
         "ok": True,
         "broker": "kinesis",
