@@ -20,6 +20,7 @@ find_skew: Callable[[], float] = lambda: 0.0  # noqa: E731 - replaced by the mac
 _real: dict[str, Callable[[], float]] = {
     name: getattr(time, name) for name in ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter")
 }
+_real_clock = time.clock_gettime
 _real_clock_ns = time.clock_gettime_ns
 
 
@@ -27,6 +28,7 @@ def install() -> None:
     """Replace them, in this whole process: they are the real ones while no loop is followed."""
     for name in _real:
         setattr(time, name, _follow(name))
+    time.clock_gettime = lambda clock: _real_clock(clock) if _loop is None else _loop.time()
     time.clock_gettime_ns = lambda clock: _real_clock_ns(clock) if _loop is None else int(_loop.time() * 1e9)
     os.urandom = _bytes.randbytes
     secrets.token_bytes = lambda nbytes=None: _bytes.randbytes(32 if nbytes is None else nbytes)

@@ -393,16 +393,69 @@ PATCHES = (
         needs=frozenset({"readers", "kafka", "remake"}),
     ),
     Patch(
-        "next-generation",
-        "on Kafka, a commit that waited is sent under the next generation, over those of the next owner",
+        "children-first",
+        "on Kinesis, a child shard is read before its parents are processed",
         (
             Change(
-                "services/core/broker/kafka/aiokafka_internals.py",
-                "        if not generation.member or generation_of(client) != generation:\n",
-                "        generation = generation_of(client)\n        if not generation.member:\n",
+                "services/core/broker/kinesis/leases.py",
+                "or any(number not in known or not known[number].is_done for number in parents)",
+                "or not listed",
+            ),
+            Change(
+                "services/core/broker/kinesis/leases.py",
+                "if not row.is_done and all(every[row.stream, p].is_done for p in row.parents if (row.stream, p) in every)",
+                "if not row.is_done",
             ),
         ),
-        needs=frozenset({"readers", "kafka", "move_coordinator"}),
+        needs=frozenset({"readers", "kinesis", "split"}),
+    ),
+    Patch(
+        "done-unprocessed",
+        "on Kinesis, a closed shard that was read to its end and not processed counts as done when it is released",
+        (
+            Change(
+                "services/core/broker/kinesis/membership.py",
+                "finished = held.backlog.is_finished",
+                "finished = held.backlog.ended",
+            ),
+        ),
+        needs=frozenset({"readers", "kinesis", "split"}),
+    ),
+    Patch(
+        "mark-of-another-life",
+        "on Kinesis, a mark that this ownership never returned is committed",
+        (
+            Change(
+                "services/core/broker/kinesis/leases.py",
+                "if arrived is None or not await self.write(lambda row: self._progressed(_committed(row, offset, arrived))):",
+                "if not await self.write(lambda row: self._progressed(_committed(row, offset, arrived or 0))):",
+            ),
+        ),
+        needs=frozenset({"readers", "kinesis"}),
+    ),
+    Patch(
+        "anew-at-latest",
+        "on Kinesis, a group with the start latest skips what arrived in a stream made anew before it noticed",
+        (
+            Change(
+                "services/core/broker/kinesis/membership.py",
+                "        if before:\n            self._report_recreated",
+                "        if before and not self._topics:\n            self._report_recreated",
+            ),
+        ),
+        needs=frozenset({"readers", "kinesis", "p.late", "remake"}),
+    ),
+    Patch(
+        "kept-at-latest",
+        "on Kinesis, a group with the start latest skips the events that wait for it",
+        (
+            Change(
+                "services/core/broker/kinesis/membership.py",
+                "start = start_in(topic, self._start)",
+                "start = self._start",
+            ),
+        ),
+        needs=frozenset({"readers", "kinesis", "p.late"}),
     ),
 )
 

@@ -18,6 +18,7 @@ from services.core.broker.record import Batch
 from tests.simulation.clock import follow, seed_everything
 from tests.simulation.machine import EndlessError, Machine, Process
 from tests.simulation.readers.kafka_world import KafkaWorld
+from tests.simulation.readers.kinesis_world import KinesisWorld
 from tests.simulation.readers.member import DRAIN_S, Work, run_process
 from tests.simulation.readers.oracle import Oracle
 from tests.simulation.readers.world import World
@@ -28,7 +29,7 @@ STREAM, WAITING = "orders", "p.retry"
 EARLY, LATE = "p.early", "p.late"
 SETTLE_S = 150.0
 """Without faults every group must have everything by then."""
-WORLDS: tuple[type[World], ...] = (KafkaWorld,)
+WORLDS: tuple[type[World], ...] = (KafkaWorld, KinesisWorld)
 _PROCESS_FAULTS = ("kill", "freeze", "terminate")
 
 
@@ -196,7 +197,7 @@ class ReaderHistory:
                 marks = {
                     number: one.start - 1
                     for number, one in held.items()
-                    if (begun and number not in now) or now.get(number, one.start) < one.start
+                    if (begun and number not in now and self.world.expires) or now.get(number, one.start) < one.start
                 }
                 if marks:
                     self.trace(f"operator: moves {group} in {topic} behind {marks}")
@@ -218,7 +219,7 @@ class ReaderHistory:
         async def ask(broker: Broker) -> bool:
             for group in self.choice.groups:
                 for topic, count in self.topics.items():
-                    if len(await broker.admin.positions(group, topic)) < count:
+                    if not await self.world.has_begun(broker, group, topic, count):
                         return False
             return True
 

@@ -44,6 +44,7 @@ class KafkaWorld(World):
         "remake",
         "grow",
     )
+    expires = True
     away = ("expire_offsets", "unclean", "remake", "grow", "outrun")
 
     def __init__(self, *args: Any) -> None:
@@ -65,6 +66,10 @@ class KafkaWorld(World):
         """As there."""
         for name, count in topics.items():
             self.server.create(name, count)
+
+    async def has_begun(self, broker: Broker, group: str, topic: str, count: int) -> bool:
+        """As there."""
+        return len(await broker.admin.positions(group, topic)) >= count
 
     def _pick(self, topic: str) -> tuple[int, Partition, int]:
         """(number of a partition, the partition, the life of its topic)."""

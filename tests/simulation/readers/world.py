@@ -15,6 +15,8 @@ class World(ABC):
 
     faults: tuple[str, ...] = ()
     away: tuple[str, ...] = ()
+    expires = False
+    """Whether commits expire: then a group that has begun and has no position must be moved."""
 
     def __init__(self, machine: Machine, rng: random.Random, oracle: Oracle, trace: Callable[[str], None]) -> None:
         self.machine, self.rng, self.oracle, self.trace = machine, rng, oracle, trace
@@ -31,6 +33,10 @@ class World(ABC):
     @abstractmethod
     def make_topics(self, topics: Mapping[str, int]) -> None:
         """Create these, with their numbers of partitions."""
+
+    @abstractmethod
+    async def has_begun(self, broker: Broker, group: str, topic: str, count: int) -> bool:
+        """Whether the group has begun in all partitions: what is written from now on is for it."""
 
     @abstractmethod
     def write(self, topic: str) -> None:
