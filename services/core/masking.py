@@ -3,9 +3,9 @@
 import re
 
 _SECRET_VALUE = re.compile(
-    r"whsec_[A-Za-z0-9+/=_-]+|psk_[A-Za-z0-9_-]+|eyJ[A-Za-z0-9_-]{12,}(?:\.[A-Za-z0-9_-]*)+|(?<=://)[^/\s@]+(?=@)|(?i:bearer)\s+\S+"
+    r"whsec_[A-Za-z0-9+/=_-]+|psk_[A-Za-z0-9_-]+|eyJ[A-Za-z0-9_-]{12,}(?:\.[A-Za-z0-9_-]*)+|(?<=://)[^/\s@]+(?=@)|(?<!auth\.)(?i:bearer)\s+\S+"
 )
-"""eyJ: a token in the form of JSON (JWT)."""
+"""eyJ: a token in the form of JSON (JWT). `auth.bearer` is a key of the pipe file; no token follows it."""
 MASK = "***"
 
 

@@ -89,16 +89,29 @@ class SendThrottle:
             self._slow_start.end(request, good=True)
             if self._breaker.succeed(request):
                 self._slow_start.start()
-                log.warning("breaker_closed", lane=self._lane, hint="its receiver accepts events again")
+                self._say_closed(outcome, len(request.parts))
         elif failure.ours:
             self.abandon(request)
         elif failure.reason == _TOO_MANY:
             self._slow_start.end(request, good=False)
             if self._breaker.close(request):
                 self._slow_start.start(least=True)
-                log.warning("breaker_closed", lane=self._lane, hint="its receiver accepts events again")
+                self._say_closed(outcome, len(request.parts))
         else:
             self._fail(request, failure)
+
+    def _say_closed(self, outcome: Outcome, events: int) -> None:
+        """Log what the probe proved. A receiver that answers need not accept the events: a breaker waits for answers alone."""
+        refusal = _find_refusal(outcome, events)
+        if refusal is None:
+            log.warning("breaker_closed", lane=self._lane, hint="its receiver accepts events again")
+            return
+        hint = "its receiver answers again, and asks for fewer requests"
+        if refusal.gone:
+            hint = "its receiver answers again, and wants no more events"
+        elif not refusal.recoverable:
+            hint = "its receiver answers again, and refuses events for good: they are dead letters. Try: penstock dead list"
+        log.warning("breaker_closed", lane=self._lane, reason=refusal.reason, detail=refusal.detail, hint=hint)
 
     def _fail(self, request: Delivery, failure: Failure) -> None:
         is_new = self._slow_start.is_over
@@ -128,6 +141,14 @@ def _find_failure(outcome: Outcome, events: int) -> Failure | None:
     if not all(failure.recoverable or failure.ours for failure in found):
         return None
     return next((failure for failure in found if failure.reason == _TOO_MANY), found[0])
+
+
+def _find_refusal(outcome: Outcome, events: int) -> Failure | None:
+    """Why a receiver that answered accepted none of so many events; a final refusal before others. None: it accepted some."""
+    if outcome is None or (isinstance(outcome, Mapping) and len(outcome) < events):
+        return None
+    found = [outcome] if isinstance(outcome, Failure) else list(outcome.values())
+    return next((failure for failure in found if not failure.recoverable), found[0])
 
 
 WINDOW_S = 30.0

@@ -4,9 +4,11 @@ A table fits the width of the terminal and cuts off nothing: the next command ma
 """
 
 import os
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 
+import typer
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.measure import Measurement
 from rich.table import Column, Table
@@ -27,6 +29,16 @@ def print_note(text: str, style: str = "") -> None:
             ERR.print(Text(mask_text(text), style=style))
         ERR.file.write(line.get())
         ERR.file.flush()
+
+
+def confirm(question: str) -> None:
+    """Ask the person at the terminal. Raises Abort after a no, and CommandFailed when there is nobody to ask."""
+    try:
+        typer.confirm(question, abort=True, err=True)
+    except typer.Abort:
+        if sys.stdin.isatty():
+            raise
+        raise CommandFailed("nobody said yes, so nothing was done", "--yes") from None
 
 
 _UNLIMITED = 1_000_000

@@ -17,6 +17,7 @@ from services.core.signing import ID_HEADER, BadSignature, SigningKey, verify
 
 MAX_BODY = 20_000_000
 REMEMBERED_IDS = 1_000_000
+REFUSAL = 503
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class Received:
 
 @dataclass(slots=True)
 class Receiver:
-    """Handles requests and counts them. fail: the share of requests (0..1) answered with 503. slow: seconds before each answer.
+    """Handles requests and counts them. fail: the share of requests (0..1) answered with the status `refusal`. slow:
+    seconds before each answer.
 
     token: the bearer token that each request must have; "": none. An event is identified by its CloudEvents id, else its own
     `id`, else the webhook-id and its index in the body. The last million ids are kept.
@@ -47,6 +49,7 @@ class Receiver:
     slow: float = 0.0
     on_request: Callable[[Received], None] = lambda _received: None
     token: str = field(default="", repr=False)
+    refusal: int = REFUSAL
     requests: int = 0
     failed: int = 0
     unauthorized: int = 0
@@ -76,7 +79,7 @@ class Receiver:
                 return web.json_response({"error": str(error)}, status=401)
         if random.random() < self.fail:  # noqa: S311
             self.failed += 1
-            return web.json_response({"error": "playing a bad receiver"}, status=503)
+            return web.json_response({"error": "playing a bad receiver"}, status=self.refusal)
         try:
             events = read_body(request.content_type, body)
         except ValueError as error:

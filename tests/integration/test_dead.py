@@ -123,7 +123,7 @@ async def test_discarded_and_listed_no_more(tmp_path: Path) -> None:
             letters = await wait_for_letters(desk, 3)
             assert await fleet.interrupt() == 0
     refused = await desk.run("dead", "discard", letters[0]["position"])
-    assert refused.process.returncode == 1, "nobody said yes"
+    assert (refused.process.returncode, "Try: --yes" in refused.err) == (1, True), "nobody said yes"
     assert len(await open_letters(desk)) == 3, "the log is found without a fleet"
     assert await lines(desk, "dead", "discard", letters[0]["position"], "--yes") == [{"discarded": 1}]
     assert [letter["position"] for letter in await open_letters(desk)] == [one["position"] for one in letters[1:]]

@@ -1,6 +1,7 @@
 """Renders a diagnosis for a person: the first cause at the top, what to do first, and the symptoms that it explains."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -12,6 +13,8 @@ from services.fleet.doctor.diagnosis import Cause, Diagnosis
 
 WIDTH = 400
 SHOWN_SYMPTOMS = 8
+RUNBOOKS = Path(__file__).with_name("runbooks")
+"""In a clone it is a link to `docs/runbooks`; in the wheel it is a folder."""
 
 
 def render_diagnosis(found: Diagnosis) -> RenderableType:
@@ -45,7 +48,7 @@ def _cause(number: int, cause: Cause) -> Iterator[Text]:
         yield _line(f"   evidence: {text}")
     if finding.first:
         yield Text.assemble(("   do first: ", "bold"), (_plain(finding.first), "cyan"))
-    yield _line(f"   runbook:  docs/runbooks/{cause.runbook}.md")
+    yield _line(f"   runbook:  {RUNBOOKS.resolve() / cause.runbook}.md")
     yield from _symptoms(cause.symptoms)
 
 

@@ -16,7 +16,7 @@ from services.core.pipes import PipeFile, load_pipes
 from services.core.topic_names import lane_name
 from services.core.units import format_count
 from services.fleet.access import find_broker, find_pipes, opened
-from services.fleet.console import ERR, OUT, print_note
+from services.fleet.console import ERR, OUT, confirm, print_note
 from services.fleet.dead.audit import Auditor, read_audit, whoami
 from services.fleet.dead.found import DeadLetterSearch, Filter, Held, restore, with_payloads
 from services.fleet.dead.redrive import LATE, LATE_WARNING, REMEDIES, Redrive, Redriven, RedriveTargets
@@ -277,7 +277,7 @@ def discard(
     held, count = uvloop.run(_count(url, where, chosen))
     if count and not yes:
         what = format_count(count, "dead letter")
-        typer.confirm(f"{what} will no longer be listed. Discard?", abort=True, err=True)
+        confirm(f"{what} will no longer be listed. Discard?")
     count = uvloop.run(_discard(url, where, chosen, held, whoami()))
     if as_json:
         typer.echo(json.dumps({"discarded": count}))

@@ -23,7 +23,7 @@ from services.core.topic_names import renames_of
 from services.core.transform_marks import TransformMark, read_transform_mark
 from services.core.units import format_count
 from services.fleet.access import find_broker, find_fleet, find_pipes, opened
-from services.fleet.console import ERR, OUT, make_table, print_note
+from services.fleet.console import ERR, OUT, confirm, make_table, print_note
 from services.fleet.dead.audit import Auditor, whoami
 from services.fleet.dead.view import plain
 from services.fleet.offsets import (
@@ -282,7 +282,7 @@ def _confirm(lane: Lane, moves: Sequence[Move], what: str, *, yes: bool) -> bool
         )
     if not yes:
         count = sum(move.count for move in moves)
-        typer.confirm(f"{_events(count)} {what} {lane.name}. Go on?", abort=True, err=True)
+        confirm(f"{_events(count)} {what} {lane.name}. Go on?")
     return True
 
 
@@ -307,7 +307,7 @@ def _restart_transform(
                 "yellow",
             )
             what = "will be transformed again, and the results delivered again"
-            typer.confirm(f"{_events(count)} of {pipe} {what}. Go on?", abort=True, err=True)
+            confirm(f"{_events(count)} of {pipe} {what}. Go on?")
         uvloop.run(_record_restart(url, pipe, moves, mark))
         try:
             aside = set_aside(checkpoint) if is_here else None

@@ -16,7 +16,7 @@ from services.core.pipe_webhook import Secret
 from services.core.signing import BadSecret, SigningKey, read_signing_keys
 from services.fleet.console import OUT, print_note
 from services.fleet.problem import CommandFailed
-from services.fleet.receiver import Received, Receiver, serve_receiver
+from services.fleet.receiver import REFUSAL, Received, Receiver, serve_receiver
 from services.fleet.stop import stop_on_signals
 from services.fleet.verbs.app import APP, example
 
@@ -25,7 +25,8 @@ SHOWN_EVENTS = 3
 
 @APP.command(
     epilog=example(
-        "penstock listen --port 9000 --secret-file webhook.secret\npenstock listen --port 9000 --fail 0.2 --slow 50"
+        "penstock listen --port 9000 --secret-file webhook.secret\npenstock listen --port 9000 --fail 0.2 --slow 50\n"
+        "penstock listen --port 9000 --status 400"
     )
 )
 def listen(
@@ -39,7 +40,13 @@ def listen(
         Path | None,
         typer.Option("--token-file", help="A file with the bearer token; a request without it is answered with 401."),
     ] = None,
-    fail: Annotated[float, typer.Option("--fail", min=0, max=1, help="Answer this share of requests with 503.")] = 0.0,
+    fail: Annotated[
+        float | None,
+        typer.Option("--fail", min=0, max=1, help="Refuse this share of requests; with --status, absent: all."),
+    ] = None,
+    status: Annotated[
+        int | None, typer.Option("--status", min=300, max=599, help="The status of refused requests; absent: 503.")
+    ] = None,
     slow: Annotated[int, typer.Option("--slow", min=0, help="Milliseconds before each answer.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per event on stdout.")] = False,
 ) -> None:
@@ -47,9 +54,9 @@ def listen(
 
     Prints whole events, except on a terminal: there at most three per request, each on one line.
     """
-    receiver = Receiver(
-        _keys(secret_file), fail, slow / 1000, _print_json if as_json else _print_lines, _token(token_file)
-    )
+    share = fail if fail is not None else 0.0 if status is None else 1.0
+    show = _print_json if as_json else _print_lines
+    receiver = Receiver(_keys(secret_file), share, slow / 1000, show, _token(token_file), status or REFUSAL)
     try:
         uvloop.run(_run(receiver, host, port))
     except OSError as error:
@@ -79,6 +86,8 @@ async def _run(receiver: Receiver, host: str, port: int) -> None:
         async with serve_receiver(receiver, host, port) as bound:
             checked = "signatures are verified" if receiver.keys else "signatures are not verified (no --secret-file)"
             checked += "; the token of each request is verified" if receiver.token else ""
+            if receiver.fail:
+                checked += f"; {receiver.fail:.0%} of the requests are answered with {receiver.refusal}"
             print_note(f"Listening on http://{host}:{bound}/ ; {checked}. Ctrl-C ends it.", "bold green")
             await stop.asked.wait()
     print_note(

@@ -12,7 +12,7 @@ from services.core.broker.log.repair import repair as repair_folder
 from services.core.broker.log.repair import verify as verify_folder
 from services.core.broker.log.scan import FolderReport, TopicReport
 from services.fleet.access import find_log
-from services.fleet.console import OUT
+from services.fleet.console import OUT, confirm
 from services.fleet.problem import CommandFailed
 from services.fleet.verbs.app import APP, AsJson, Data, example
 
@@ -51,9 +51,7 @@ def repair(
     """Accept the loss: keep the readable records, record the rest as gaps. The damaged files are kept in another place."""
     path = find_log(folder, data)
     if not yes:
-        typer.confirm(
-            "Unreadable records are given up for good. Is the fleet stopped? Repair the log?", abort=True, err=True
-        )
+        confirm("Unreadable records are given up for good. Is the fleet stopped? Repair the log?")
     try:
         report = repair_folder(path, topic)
     except BrokerError as error:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from services.expel.retry_policy import Outcome, fail_by_status
 from services.expel.throttle import (
@@ -414,6 +415,35 @@ def test_a_429_to_the_probe_is_followed_by_few_requests(clock: Clock) -> None:
     recovery.receiver = Bucket(100_000, 0.1, "429")
     recovery.run(40, 1_000_000)
     assert recovery.delivered > 20_000
+
+
+REFUSED = fail_by_status(400)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (None, ("accepts events again", None)),
+        ({0: REFUSED}, ("accepts events again", None)),
+        (REFUSED, ("refuses events for good: they are dead letters", "http_400")),
+        ({0: fail_by_status(503), 1: REFUSED}, ("refuses events for good: they are dead letters", "http_400")),
+        (fail_by_status(410), ("wants no more events", "http_410")),
+        (fail_by_status(429), ("asks for fewer requests", "http_429")),
+    ],
+)
+def test_the_log_says_what_a_probe_proved(clock: Clock, outcome: Outcome, said: tuple[str, str | None]) -> None:
+    """If it fails, the log says of a receiver that answers 400 to everything that it accepts events."""
+    throttle = SendThrottle("p", "d", clock=clock)
+    for _ in range(MIN_ATTEMPTS):
+        throttle.begin(request := Request(0, (b"",)))  # type: ignore[arg-type]
+        throttle.end(request, fail_by_status(503))  # type: ignore[arg-type]
+    clock.now += throttle.blocked_for()
+    throttle.begin(request := Request(1, (b"", b"")))  # type: ignore[arg-type]
+    with capture_logs() as logs:
+        throttle.end(request, outcome)  # type: ignore[arg-type]
+    (found,) = logs
+    assert (throttle.state, found["event"], found.get("reason")) == ("closed", "breaker_closed", said[1])
+    assert said[0] in found["hint"]
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -42,6 +42,7 @@ def test_lines_for_a_person() -> None:
     for odd in (b"plain text\n", b"[1]\n", b'{"a":1}\n', b"\xff\xfe\n", b"\n"):
         assert describe_line(odd)[0] == ""
     assert describe_line(b"Bearer abc\n")[1] == "***"
+    assert describe_line(b"auth.bearer can be read by others\n")[1] == "auth.bearer can be read by others"
 
 
 def test_console_is_not_flooded(tmp_path: Path) -> None:

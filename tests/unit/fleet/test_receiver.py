@@ -55,6 +55,13 @@ async def test_bad_signature_is_refused() -> None:
     assert (receiver.delivered, receiver.unsigned) == (0, 1)
 
 
+async def test_refusals_have_the_status_that_was_asked_for() -> None:
+    """Broken: nobody can try what a 400 or a 410 does to the events before a real receiver answers it."""
+    receiver = Receiver(fail=1.0, refusal=410)
+    assert await post(receiver, json.dumps(BATCH).encode()) == 410
+    assert (receiver.delivered, receiver.failed) == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

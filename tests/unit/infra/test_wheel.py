@@ -24,6 +24,11 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
         for name in ("pipes.yaml", "flights.ndjson.gz"):
             example = (REPOSITORY / "examples" / name).read_bytes()
             assert packed.read(f"services/fleet/demo/{name}") == example, "a link was packed instead of the file"
+        page = "PenstockDestinationDown.md"
+        runbook = (REPOSITORY / "docs" / "runbooks" / page).read_bytes()
+        assert packed.read(f"services/fleet/doctor/runbooks/{page}") == runbook, (
+            "the doctor names a page that is not there"
+        )
         java = packed.getinfo("services/core/jvm/launcher/bin/java")
         assert java.external_attr >> 16 & 0o111, "it is a program"
 

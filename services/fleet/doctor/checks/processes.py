@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from services.core.expected import list_expected
 from services.core.units import format_count
+from services.fleet.doctor.checks import transforms
+from services.fleet.doctor.checks.transforms import STARTING
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Facts, Instance, LogLine
 
@@ -181,12 +183,22 @@ def find_unready(facts: Facts) -> Iterator[Finding]:
     """Processes that answer that they are not ready, where no other check knows why."""
     for one in _by_flow(facts):
         if one.answer == "not ready":
+            is_starting = _is_starting(one)
             yield Finding(
-                f"{one.name} is not ready: {one.reason}.",
+                f"{one.name} {'starts and is not ready yet' if is_starting else 'is not ready'}: {one.reason}.",
                 [f"http://{one.address}/readyz", *_last_words(_lines_of_last_run(one)), *_log_of(one)],
                 f"tail -50 {one.log}" if one.log is not None else f"the log of {one.name}",
                 _parts(facts, one),
+                is_note=is_starting,
             )
+
+
+def _is_starting(one: Instance) -> bool:
+    """Whether it was not ready in this run yet, for no longer than a first start takes. After a restart it is a fault."""
+    if one.age is None or _restarts(one):
+        return False
+    waits = all(part.endswith(STARTING) for part in one.reason.split("; "))
+    return one.age < (transforms.STARTING_S if waits and one.service == "transform" else YOUNG_S)
 
 
 def _restarts(one: Instance) -> int:

@@ -12,7 +12,8 @@ from services.fleet.doctor.facts import Checkpoint, Facts
 _CHECKPOINT_WORDS = ("checkpoint", "penstock.json")
 _POISON = ("batch_in_parts", "batch_begun_before_and_not_done")
 STUCK_RECORDS = 1
-STARTING_S = 120.0
+STARTING_S = 240.0
+"""`penstock up` waits so long for a start, unless `ready_within` says otherwise."""
 REAL_TIME_S = 20.0
 """In real-time mode a transform counts what it read, and moves its position, every 15 s. Closer readings show nothing."""
 NEW_S = 3600.0
@@ -42,7 +43,7 @@ def find_checkpoints(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 f"The checkpoint of the transform of {one.pipe} cannot be used.",
                 [problem, str(one.path)],
-                f"ls -la {one.path}   # then docs/runbooks/PenstockTransformNotUp.md: restore it, or penstock group reset",
+                f"ls -la {one.path}   # then as its runbook says: restore it, or penstock group reset",
                 parts,
             )
         elif one.made is None and facts.broker.ends.get(output_topic(one.pipe)) and one.pipe not in facts.broker.pauses:
@@ -71,7 +72,7 @@ def find_checkpoints(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 f"The checkpoint of the transform of {pipe} cannot be used.",
                 [problem],
-                "docs/runbooks/PenstockTransformNotUp.md: restore it, or start over",
+                "its runbook: restore it, or start over",
                 about(f"pipe {pipe}", "transform"),
             )
 

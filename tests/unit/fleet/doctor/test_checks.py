@@ -167,6 +167,26 @@ def test_edited_files() -> None:
     assert first_of(broken(edit, dead("expel"))) == "processes-dead"  # the fleet runs on its snapshot
 
 
+def test_a_start_is_no_fault() -> None:
+    """Broken: the doctor is red after every `penstock up`; or green where a process never becomes ready, or died."""
+
+    def at_age(service: str, age: float, reason: str, restarts: int = 0) -> list[str]:
+        def start(facts: Facts) -> None:
+            one = instance(facts, service)
+            one.answer, one.reason, one.age, one.restarts_later = "not ready", reason, age, restarts
+            if service == "transform":
+                count(one, "penstock_transform_query_up", {"pipe": "large"}, 0.0, 0.0)
+
+        return [cause.check.name for cause in broken(start).causes]
+
+    assert at_age("transform", 150.0, "large: starting") == []
+    assert at_age("expel", 10.0, "no answer of the broker yet") == []
+    assert at_age("expel", 60.0, "no answer of the broker yet") == ["processes-not-ready"]
+    assert at_age("transform", 60.0, "large: no such checkpoint") == ["checkpoint"]
+    assert at_age("transform", 300.0, "large: starting") == ["transform-down"]
+    assert at_age("transform", 20.0, "large: starting", restarts=1) == ["processes-not-ready"]
+
+
 def test_the_broker_is_gone() -> None:
     """Broken: a dead broker is one of ten equal lines."""
 
