@@ -91,7 +91,7 @@ async def run(wanted: argparse.Namespace, folder: str) -> None:
         await broker.admin.create_topic(TopicSpec(SNAPSHOTS, 1))
         load, now = Load(wanted.rate, wanted.partitions, wanted.share, wanted.wait_s), START_MS
         table, snapshots = Table(FLOW), SnapshotLog(broker.reader, producer, lambda: now)
-        began, most, tick_s, store_s, written = rss_mb(), 0.0, 0.0, 0.0, 0
+        began, tick_s, store_s, written = rss_mb(), 0.0, 0.0, 0
         print(f"{began:.0f} MB before the first event")
         for number in range(wanted.minutes):
             for report in load.minute(number):
@@ -105,11 +105,9 @@ async def run(wanted: argparse.Namespace, folder: str) -> None:
                 began_at = time.perf_counter()
                 size = await snapshots.store(lambda: make_parts(table, FollowerState(PlannedWindows(), 0)))
                 store_s, written = max(store_s, time.perf_counter() - began_at), max(written, size)
-            most = max(most, rss_mb())
             if number % wanted.every == wanted.every - 1:
-                figures = (
-                    f"written {written / 1e6:.2f} MB at most, in {store_s:.2f} s at most; RSS {most:.0f} MB at most"
-                )
+                figures = f"written {written / 1e6:.2f} MB at most, in {store_s:.2f} s at most"
+                figures += f"; RSS {rss_mb():.0f} MB, peak {peak_mb():.0f} MB"
                 print(f"minute {number + 1}: {figures}; tick {tick_s * 1000:.0f} ms at most", flush=True)
                 tick_s, store_s, written = 0.0, 0.0, 0
         rows = [table.row("shop", minute, now) for minute in table.minutes("shop")]

@@ -20,6 +20,7 @@ from services.observer.ledger.flow import Step
 from services.observer.ledger.liveness import Heartbeat
 from services.observer.ledger.origin_sets import OriginSets
 from services.observer.ledger.origins import Origins, PackedRun, SequenceKey, clip, span
+from services.observer.ledger.reported_origins import ReportedOrigins
 from services.observer.ledger.settlement import Row
 from services.observer.ledger.table import Table
 from services.observer.payload_fields import DriftKey
@@ -195,9 +196,9 @@ def _cut_sets(sets: OriginSets) -> Iterator[tuple[str, Part]]:
         if origins:
             spans.setdefault((outcome, step), {}).setdefault(due[0] // 1024, []).append((due, origins))
     retries = sets.retries
-    found: list[tuple[str, Sequence[tuple[SetKey, Origins]]]] = [("gone", [(_GONE, sets.gone)])]
-    for (step, outcome), origins in sets.reported_sets.items():
-        found.append((f"reported {outcome} {step}", [(("reported", *step, outcome, None), origins)]))
+    found: list[tuple[str, _Members]] = [("gone", [(_GONE, sets.gone)])]
+    for (step, outcome), reported in sets.reported_sets.items():
+        found.append((f"reported {outcome} {step}", [(("reported", *step, outcome, None), reported)]))
     for kind, known in (("lost", retries.lost), ("unread", retries.unread)):
         found += [(f"{kind} {step}", [((kind, *step, None, None), origins)]) for step, origins in known.items()]
     found += [(f"held {step}", [(("held", *step, None, None), one)]) for step, (_, one) in retries.held_at.items()]
@@ -210,18 +211,17 @@ def _cut_sets(sets: OriginSets) -> Iterator[tuple[str, Part]]:
     yield from _cut_blocks(found, sets)
 
 
-_Members = Sequence[tuple[SetKey, Origins]]
+_Members = Sequence[tuple[SetKey, Origins | ReportedOrigins]]
 
 
 def _cut_blocks(found: Sequence[tuple[str, _Members]], sets: OriginSets) -> Iterator[tuple[str, Part]]:
     """Sets by the name of the parts in which they are stored together: a part for each run and block, and one for the blocks
     that equal the kept events."""
     same: dict[str, list[tuple[SetKey, str, int, list[int]]]] = {}
-    for run in sorted({run for _, members in found for _, origins in members for run, _ in origins.runs()}):
+    blocks = _find_blocks(one for _, members in found for _, one in members)
+    for run in sorted(blocks):
         equal: dict[tuple[str, SetKey], list[int]] = {}
-        for block in sorted(
-            {block for _, members in found for _, one in members for block in _blocks(one.numbers(run))}
-        ):
+        for block in sorted(blocks[run]):
             base = sets.kept(run, span(block * BLOCK, (block + 1) * BLOCK))
             for name, members in found:
                 parts = _cut_block(run, block, base, members)
@@ -229,11 +229,20 @@ def _cut_blocks(found: Sequence[tuple[str, _Members]], sets: OriginSets) -> Iter
                     equal.setdefault((name, key), []).append(block)
                 for number, some in _slice(parts.different, 8):
                     yield f"{name} {run} {block} {number}", Part(blocks=some)
-        for (name, key), blocks in equal.items():
-            same.setdefault(name, []).append((key, *run, blocks))
+        for (name, key), equal_ones in equal.items():
+            same.setdefault(name, []).append((key, *run, equal_ones))
     for name, items in same.items():
         for number, some_of_it in _slice(items, 20):
             yield f"{name} same {number}", Part(same=some_of_it)
+
+
+def _find_blocks(sets: Iterable[Origins | ReportedOrigins]) -> dict[SequenceKey, set[int]]:
+    """By run, the indexes of the blocks in which any number of any set may be."""
+    found: dict[SequenceKey, set[int]] = {}
+    for origins in sets:
+        for run, numbers in origins.bounds() if isinstance(origins, ReportedOrigins) else origins.runs():
+            found.setdefault(run, set()).update(_blocks(numbers))
+    return found
 
 
 class _BlockSets(NamedTuple):
@@ -247,7 +256,11 @@ def _cut_block(run: SequenceKey, block: int, base: BitMap, members: _Members) ->
     """base: the kept events of the block."""
     found = _BlockSets([], [])
     for key, origins in members:
-        numbers = clip(origins.numbers(run), block * BLOCK, (block + 1) * BLOCK)
+        first, end = block * BLOCK, (block + 1) * BLOCK
+        if isinstance(origins, ReportedOrigins):
+            numbers = origins.clip(run, first, end, base)
+        else:
+            numbers = clip(origins.numbers(run), first, end)
         if base and numbers == base:
             found.equal.append(key)
         elif numbers:
@@ -356,9 +369,11 @@ class Loader:
             for block in blocks:
                 needed.setdefault((run, block), []).append((key, BitMap()))
         for (run, block), some in needed.items():
-            base = self._table.origin_sets.kept(run, span(block * BLOCK, (block + 1) * BLOCK))
+            first, end = block * BLOCK, (block + 1) * BLOCK
+            base = self._table.origin_sets.kept(run, span(first, end))
             for key, difference in some:
                 self._add(key, run, difference ^ base)
+            self._table.origin_sets.pack(run, first, end, base)
         self._blocks, self._same = [], []
         for step, at in self._held.items():
             held = self._table.origin_sets.retries.held_at
@@ -388,7 +403,7 @@ class Loader:
             _, known = sets.retries.held_at.setdefault(step, (0, Origins()))
             known.update(one)
         elif kind == "reported" and outcome is not None:
-            sets.reported_sets.setdefault((step, outcome), Origins()).update(one)
+            sets.reported_sets.setdefault((step, outcome), ReportedOrigins()).update(one)
         else:
             known_ones = sets.retries.lost if kind == "lost" else sets.retries.unread
             known_ones.setdefault(step, Origins()).update(one)

@@ -76,6 +76,7 @@ def restore_v1(data: bytes, table: Table) -> FollowerState:
     loader = Loader(table)
     loader.load(part)
     found = loader.finish()
+    table.origin_sets.pack_all()
     if state.begun is None:
         steps = {*table.liveness.heartbeats(), *(step for step, _ in table.origin_sets.reported_sets)}
         table.begun = {step: 0 for step in steps if step.node == "expel"}

@@ -19,8 +19,10 @@ from services.observer.ledger.origins import (
     PackedRun,
     PackedRuns,
     SequenceKey,
+    clip,
     span,
 )
+from services.observer.ledger.reported_origins import ReportedOrigins
 from services.observer.ledger.retry_tracker import RetryTracker, owner, retrier_of
 
 log = structlog.get_logger()
@@ -32,6 +34,8 @@ _ENDS: tuple[Outcome, ...] = ("delivered", "dead", "parked")
 """Until a later outcome is reported."""
 _WAITING: tuple[Outcome, ...] = ("retrying", "parked")
 _NOTHING = Origins()
+_NOT_REPORTED = ReportedOrigins()
+_STRIDE = 1 << 18
 
 
 def named_in(report: Report) -> Origins:
@@ -51,7 +55,7 @@ class OriginSets:
         """By minute and place, the accepted origins that no `fold` has seen."""
         self.packed: dict[int, dict[Place, PackedOrigins]] = {}
         """By minute and place, the accepted origins that a `fold` has left."""
-        self.reported_sets: dict[tuple[Step, Outcome], Origins] = {}
+        self.reported_sets: dict[tuple[Step, Outcome], ReportedOrigins] = {}
         self.retries = RetryTracker()
         self.floors: dict[SequenceKey, int] = {}
         """Numbers below it are folded, except those in `packed`."""
@@ -106,26 +110,26 @@ class OriginSets:
             self._add(step, reported.outcome, run, numbers)
 
     def _add(self, step: Step, outcome: Outcome, run: SequenceKey, numbers: BitMap) -> None:
-        self.reported_sets.setdefault((step, outcome), Origins()).add(run, numbers)
+        self.reported_sets.setdefault((step, outcome), ReportedOrigins()).add(run, numbers)
 
     def _discard(self, step: Step, outcome: Outcome, run: SequenceKey, numbers: BitMap) -> None:
         if (known := self.reported_sets.get((step, outcome))) is not None:
             known.discard(run, numbers)
 
-    def reported(self, step: Step, outcome: Outcome) -> Origins:
+    def reported(self, step: Step, outcome: Outcome) -> ReportedOrigins:
         """Everything that this step reported with this outcome, of all minutes; not to be changed."""
-        return self.reported_sets.get((step, outcome), _NOTHING)
+        return self.reported_sets.get((step, outcome), _NOT_REPORTED)
 
-    def ended(self, step: Step) -> list[Origins]:
+    def ended(self, step: Step) -> list[ReportedOrigins]:
         """The events that wait for no other attempt of this step of expel: they are delivered, dead or parked."""
         return [*(self.reported(step, outcome) for outcome in _ENDS), self.reported(retrier_of(step), "dead")]
 
     def _not_ended(self, step: Step, run: SequenceKey, numbers: BitMap) -> BitMap:
         """Without delivered events, and without dead or parked ones for which no time was reported."""
-        left = numbers - self.reported(step, "delivered").numbers(run)
+        left = numbers - self.reported(step, "delivered").among(run, numbers)
         ends: tuple[tuple[Step, Outcome], ...] = ((step, "dead"), (retrier_of(step), "dead"), (step, "parked"))
         for one, outcome in ends:
-            there = left & self.reported(one, outcome).numbers(run)
+            there = self.reported(one, outcome).among(run, left)
             if there:
                 left = left - (there - self.retries.timed(step, outcome, run, there))
         return left
@@ -143,7 +147,7 @@ class OriginSets:
 
     def skip(self, step: Step, origins: Origins) -> None:
         """Count these as skipped at this step of expel, as if it had reported so."""
-        self.reported_sets.setdefault((step, "skipped"), Origins()).update(origins)
+        self.reported_sets.setdefault((step, "skipped"), ReportedOrigins()).update(origins)
         self.touch(origins)
 
     def lost(self, step: Step) -> Origins:
@@ -188,7 +192,7 @@ class OriginSets:
         known = self._held_incarnations() | {run.incarnation for run in self.floors}
         found: dict[str, set[Step]] = {}
         for (step, _), origins in self.reported_sets.items():
-            for run, _ in origins.runs():
+            for run, _ in origins.listed():  # the others have a floor
                 if run.incarnation not in known and step.node != "ingest":
                     found.setdefault(run.incarnation, set()).add(step)
         return found
@@ -202,8 +206,8 @@ class OriginSets:
         for packed in (one for folded in self.packed.values() for origins in folded.values() for one in origins.runs):
             if packed.incarnation == incarnation:
                 accepted.add(packed.run, packed.unpack())
-        for (step, _), origins in self.reported_sets.items():
-            for run, numbers in origins.runs():
+        for (step, _), reported in self.reported_sets.items():
+            for run, numbers in reported.listed():  # the others are kept
                 if run.incarnation == incarnation and step.node != "ingest":
                     named.add(run, numbers)
         return bool(named - accepted)
@@ -215,14 +219,17 @@ class OriginSets:
         self.gone.update(settled)
         for held in places.values():
             held.remove(settled)
-        for origins in self._all_sets():
-            origins.remove(settled)
         self.held.pop(minute, None)
         self._discard_packed(minute)
         for place, origins in places.items():
             self.load_packed(minute, place, PackedOrigins.of(origins).runs)
         for run in runs:
             self._raise_floor(run)
+        for known in self._all_sets():
+            known.remove(settled)
+        for held in places.values():
+            for run, numbers in held.runs():
+                self._pack_around(run, numbers)
         self.reported_sets = {key: origins for key, origins in self.reported_sets.items() if origins}
         self.retries.prune()
 
@@ -249,7 +256,29 @@ class OriginSets:
             found |= among & packed.unpack()
         return found
 
-    def _all_sets(self) -> Iterator[Origins]:
+    def pack(self, run: SequenceKey, first: int, end: int, kept: BitMap) -> None:
+        """Hold the reported sets in few bytes from `first` to before `end`. kept: all kept events there. Above the floor, nothing
+        changes."""
+        end = min(end, self.floors.get(run, 0))
+        kept = clip(kept, first, end)
+        for origins in self.reported_sets.values() if kept else ():
+            if origins.is_long(run, first, end, len(kept)):
+                origins.pack(run, first, end, kept)
+
+    def pack_all(self) -> None:
+        """Hold the reported sets in few bytes, below all floors."""
+        for run, known in self._kept.items():
+            for first in range(known.lowest, known.highest + 1, _STRIDE):
+                end = first + _STRIDE
+                self.pack(run, first, end, self.kept(run, span(first, end)))
+
+    def _pack_around(self, run: SequenceKey, kept: BitMap) -> None:
+        """Pack from the first of these numbers of a minute to the last one: since it was folded, its events came back."""
+        first, end = kept.min(), min(kept.max() + 1, self.floors.get(run, 0))
+        if first < end and any(origins.is_long(run, first, end, len(kept)) for origins in self.reported_sets.values()):
+            self.pack(run, first, end, self.kept(run, span(first, end)))
+
+    def _all_sets(self) -> Iterator[Origins | ReportedOrigins]:
         yield from self.reported_sets.values()
         yield from self.retries.every()
 
@@ -276,8 +305,11 @@ class OriginSets:
         self.floors[run] = floor
         self.gone.remove_range(run, before, floor, BitMap())
         kept = self.kept(run, span(before, floor))
+        self.pack(run, before, floor, kept)  # first: a range in which all events are takes nothing while it is whole
         for origins in self._all_sets():
             origins.remove_range(run, before, floor, kept)
+        for reported in self.reported_sets.values():
+            reported.drop_ranges(run, self._kept[run].lowest if run in self._kept else floor)
 
     def find_gone(self, before_ms: int) -> list[str]:
         """Incarnations of which no minute is held and that no report has named since."""

@@ -11,7 +11,9 @@ from pyroaring import BitMap
 
 from services.core.ledger.report import OriginSet, Outcome, Span, is_back, since_span, spans_around
 from services.observer.ledger.flow import Step
-from services.observer.ledger.origins import Origins, SequenceKey, Spans
+from services.observer.ledger.origins import Origins, SequenceKey
+from services.observer.ledger.reported_origins import ReportedOrigins
+from services.observer.ledger.spans import Spans
 
 COARSE_AFTER_S = 600
 """Reports arrive within this time. Older spans need not be distinguished any more."""
@@ -125,7 +127,9 @@ class RetryTracker:
     def _by_outcome(self) -> dict[Outcome, dict[Step, Spans]]:
         return {"retrying": self.handed_over, "released": self.released, "parked": self.held, "dead": self.dead}
 
-    def judge(self, step: Step, released_by: int, settled_by: int, ended: Sequence[Origins]) -> dict[Step, Origins]:
+    def judge(
+        self, step: Step, released_by: int, settled_by: int, ended: Sequence[ReportedOrigins]
+    ) -> dict[Step, Origins]:
         """The events that are lost at this step of expel and at its step of the retrier, for `lost`. Forgets ended events.
 
         released_by: a due time (s); all events due before it have left the retrier. settled_by: no later than that; expel has
@@ -142,7 +146,7 @@ class RetryTracker:
                     at_expel.update(came)
         return {retrier_of(step): at_retrier, step: at_expel}
 
-    def judge_held(self, step: Step, done: int | None, now: int, slack: int, delivered: Origins) -> None:
+    def judge_held(self, step: Step, done: int | None, now: int, slack: int, delivered: ReportedOrigins) -> None:
         """Find the held events that should have been read again, for the next `judge`. Times in ms.
 
         done: expel has read and settled every event that was held before this time. It stays while the destination is paused.

@@ -109,7 +109,8 @@ def _retried(expel: StepSets, expected: Origins, reported: OriginSets) -> StepSe
     """Every event that expel ever handed over: lost at the retrier, dead, given back at least once, or still waiting."""
     step = retrier_of(expel.step)
     handed_over = reported.reported(expel.step, "retrying") & expected
-    lost = (reported.lost(step) - reported.reported(step, "unknown")) & expel.outcomes["retrying"]
+    lost = reported.lost(step) & expel.outcomes["retrying"]
+    lost = lost - (reported.reported(step, "unknown") & lost)
     outcomes: dict[Outcome, Origins] = {outcome: reported.reported(step, outcome) & handed_over for outcome in _RETRIER}
     shared = _share_out(step, handed_over - lost, {**outcomes, "retrying": handed_over})
     return shared._replace(expected=handed_over, missing=lost)

@@ -12,9 +12,10 @@ from services.observer.ledger.finality import FOUND_FOR_MS, Finality, Finding, K
 from services.observer.ledger.flow import RETRIER, Flow, Step
 from services.observer.ledger.liveness import SILENT_AFTER_MS, Liveness
 from services.observer.ledger.origin_sets import OriginSets, named_in
-from services.observer.ledger.origins import Origins, SequenceKey, Spans
+from services.observer.ledger.origins import Origins, SequenceKey
 from services.observer.ledger.reported_offsets import ReportedOffsets
 from services.observer.ledger.settlement import Part, Row, Settlement, count, settle, union
+from services.observer.ledger.spans import Spans
 
 
 class Ages(msgspec.Struct, frozen=True):

@@ -6,7 +6,9 @@ import msgspec
 import zstandard
 
 from services.core.broker.record import Record
-from services.core.ledger.report import pack_offset
+from services.core.ledger.report import Outcome, pack_offset
+from services.observer.ledger.flow import Step
+from services.observer.ledger.origin_sets import OriginSets
 from services.observer.ledger.origins import Origins
 from services.observer.ledger.settlement import union
 from services.observer.ledger.table import Table
@@ -31,7 +33,7 @@ def dump_v1(table: Table, beside: FollowerState) -> bytes:
         1,
         pack_offset(beside.offset),
         [(m, *place, _pack(held)) for m in sets.minutes() for place, held in sets.accepted(m).items()],
-        [(*step, outcome, _pack(origins)) for (step, outcome), origins in sets.reported_sets.items()],
+        [(*step, outcome, _pack(list_all(sets, step, outcome))) for step, outcome in sets.reported_sets],
         [(*run, floor) for run, floor in sets.floors.items()],
         _pack(sets.gone),
         _pack(union(packed.unpack() for places in sets.packed.values() for packed in places.values())),
@@ -72,6 +74,13 @@ def dump_v1(table: Table, beside: FollowerState) -> bytes:
         [(*step, at) for step, at in table.begun.items()],
     )
     return zstandard.compress(msgspec.msgpack.encode(state))
+
+
+def list_all(sets: OriginSets, step: Step, outcome: Outcome) -> Origins:
+    """Everything that the step reported with this outcome, and that is not forgotten."""
+    reported = sets.reported(step, outcome)
+    kept = union(packed.unpack() for places in sets.packed.values() for packed in places.values())
+    return Origins(reported.listed()) | (reported & kept)
 
 
 def _pack(origins: Origins) -> Packed:

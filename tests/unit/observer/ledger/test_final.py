@@ -183,9 +183,9 @@ def held(table: Table) -> int:
     """Packed bytes and rows that the table holds, roughly."""
     book = table.origin_sets
     sets = [origins for places in book.held.values() for origins in places.values()]
-    sets += [*book.reported_sets.values()]
     sets += [packed.unpack() for places in book.packed.values() for packed in places.values()]
     bitmaps = sum(len(numbers.serialize()) for origins in sets for _, numbers in origins.runs())
+    bitmaps += sum(len(numbers.serialize()) for one in book.reported_sets.values() for _, numbers in one.bounds())
     return bitmaps + 100 * (len(book.floors) + len(book.last_named) + len(table.base) + len(table.finality.open))
 
 
