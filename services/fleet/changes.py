@@ -45,12 +45,16 @@ Kind = Literal["new", "back", "renamed", "removed", "transform", "prefix"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One line for a person. name: the pipe, pipe/destination, or `broker`. events: by topic; None: their number is not known."""
+    """One line for a person. name: the pipe, pipe/destination, or `broker`. events: by topic; None: their number is not known.
+
+    former: the pipe/destination at whose position it continues.
+    """
 
     kind: Kind
     name: str
     text: str
     events: Mapping[str, int | None] = field(default_factory=dict)
+    former: str | None = None
 
     def __str__(self) -> str:
         return f"{self.name}: {self.text}"
@@ -215,7 +219,7 @@ class _Search:
                 text += (
                     f", which got the name {heir} since. Try: `renamed_from: {heir}`, if it is {heir} under a new name"
                 )
-            return Change("renamed", lane, text, unread)
+            return Change("renamed", lane, text, unread, old)
         unread = {topic: count for topic, count in (await self._count_unread(lane, topics)).items() if count}
         text = f"has begun before and keeps its own position{f' ({_count(unread)} unread)' if unread else ''}; it does not "
         text += f"take over the position of {old}"

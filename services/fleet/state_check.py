@@ -14,7 +14,8 @@ from services.fleet.spark_child import LIMIT_S, TooSlow, run_spark
 
 
 def check_states(pipes: Path, states: Mapping[str, StatePlan], broker: str | None = None) -> list[Change]:
-    """A line for each pipe of which it is not known. Blocking: Spark starts in about six seconds, when there are states.
+    """A line for each pipe: it continues with its state, or that is not known. Blocking, where there are states: Spark starts
+    in about six seconds.
 
     states: as in `Changes`. broker: for the size limit of records. Raises BadConfiguration with a problem for each transform that
     cannot use its state, or has a mistake.
@@ -37,6 +38,7 @@ def check_states(pipes: Path, states: Mapping[str, StatePlan], broker: str | Non
     if found.problems:
         raise BadConfiguration(found.problems)
     if not found.failed:
-        return []
+        words = "changed transform, continues with the state that the former one left (open windows, joins)"
+        return [Change("transform", name, words) for name in sorted(states)]
     words = "changed transform; whether it can use the state of the former one is not known until it starts"
     return [Change("transform", name, f"{words}: {found.failed}") for name in sorted(states)]

@@ -215,8 +215,12 @@ def name_unclaimed(waiting: Waiting, pipes: PipeFile, path: Path) -> list[Proble
     ]
 
 
-def describe_removed(waiting: Waiting, pipes: PipeFile) -> list[str]:
-    """One line for each destination or pipe of `removed`, each former name with events, each partition that could not be read."""
+def describe_removed(waiting: Waiting, pipes: PipeFile, changes: Sequence[Change]) -> list[str]:
+    """One line for each destination or pipe of `removed`, each former name with events, each partition that could not be read.
+
+    changes: those that are told, too. They have the unread events of a former name at whose position another one continues.
+    """
+    told = {change.former for change in changes}
     found = sorted(waiting.unclaimed.keys() | waiting.undelivered.keys())
     lines, decided = [], set[str]()
     for name, choice in (removed_lanes(pipes) | removed_pipes(pipes)).items():
@@ -225,7 +229,9 @@ def describe_removed(waiting: Waiting, pipes: PipeFile) -> list[str]:
         for lane in mine:
             if lane in waiting.unclaimed:
                 lines.append(f"{_describe_waiting(waiting, lane)}: {_choice(pipes, choice)}")
-            lines += [f"{text}: {_unread(pipes, stream, choice)}" for stream, text in _list_undelivered(waiting, lane)]
+            for stream, text in _list_undelivered(waiting, lane):
+                if lane not in told or not _is_read(pipes, stream, choice.deliver_to):
+                    lines.append(f"{text}: {_unread(pipes, stream, choice)}")
         if not mine and name in pipes.removed:
             lines.append(f"nothing waits for {name} any more. Try: remove it from `removed`")
     return lines + [
@@ -247,11 +253,14 @@ def _unread(pipes: PipeFile, stream: str, choice: Removed) -> str:
     """The outcome of the events of this stream that the removed destination had not read."""
     if choice.deliver_to is None:
         return "they stay there"
-    pipe = choice.deliver_to.partition("/")[0]
-    is_read = stream in delivery_topics(pipe, pipes.pipes[pipe])
-    return (
-        f"{choice.deliver_to} reads {stream}" if is_read else f"they stay there; {choice.deliver_to} does not read it"
-    )
+    if _is_read(pipes, stream, choice.deliver_to):
+        return f"{choice.deliver_to} reads {stream}"
+    return f"they stay there; {choice.deliver_to} does not read it"
+
+
+def _is_read(pipes: PipeFile, stream: str, lane: str | None) -> bool:
+    pipe = (lane or "").partition("/")[0]
+    return pipe in pipes.pipes and stream in delivery_topics(pipe, pipes.pipes[pipe])
 
 
 def _describe(waiting: Waiting, lane: str) -> str:

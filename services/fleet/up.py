@@ -57,7 +57,7 @@ async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> Asyn
         _progress(f"topics: {len(topics.created)} created, {len(topics.kept)} there already")
         for one in grown:
             _progress(str(one))
-        for line in [*map(str, changes), *describe_removed(waiting, pipes)]:
+        for line in [*map(str, changes), *describe_removed(waiting, pipes, changes)]:
             _notify("warning", line)
         snapshot = settings.data.absolute() / SNAPSHOT
         await asyncio.to_thread(_keep, snapshot, contents, broker)

@@ -185,7 +185,7 @@ def check(
 
 
 def _print_effects(known: Checked, pipes: PipeFile) -> None:
-    for line in [*map(str, known.changes.lines), *describe_removed(known.waiting, pipes)]:
+    for line in [*map(str, known.changes.lines), *describe_removed(known.waiting, pipes, known.changes.lines)]:
         print_note(line, "yellow")
     for one in known.grown:
         print_note(str(one))
@@ -270,7 +270,7 @@ def apply(
         typer.echo(json.dumps({**counts, "removed": _by_name(waiting, found), "changes": lines, "partitions": more}))
         return
     _print_warnings(pipes)
-    for line in [*map(str, changes), *describe_removed(waiting, found)]:
+    for line in [*map(str, changes), *describe_removed(waiting, found, changes)]:
         print_note(line, "yellow")
     for one in grown:
         print_note(str(one))

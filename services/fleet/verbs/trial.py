@@ -12,6 +12,7 @@ from rich.text import Text
 
 from services.core.pipes import Pipe, PipeFile, load_pipes
 from services.core.sample import AbsentField, RefusedEvent, SampleRecord
+from services.core.times import format_time
 from services.core.units import format_count, format_duration
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import find_broker
@@ -198,14 +199,28 @@ def _warnings(trial: Trial, pipe: Pipe) -> Iterator[str]:
         yield f"several outputs have the same id, and receivers take them for duplicates: {_places(trial.repeated)}"
     if result.duplicates:
         yield f"dropped by deduplicate_within: {_places(result.duplicates)}"
+    delay = None if pipe.transform is None else pipe.transform.watermark
     if not result.row_by_row:
         yield "the transform is over several events: all results are shown, as if the watermark had passed them"
-    if trial.late and pipe.transform is not None and pipe.transform.watermark is not None:
-        delay = format_duration(pipe.transform.watermark)
+    if not result.row_by_row and delay is not None:
+        yield _when_live(trial, pipe.sources, delay)
+    if trial.late and delay is not None:
         yield (
-            f"{delay} or more behind an event before: {_places(list(trial.late))}. "
-            "Live, such an event is a dead letter (late) if a batch ends between the two"
+            f"{format_duration(delay)} or more older than an earlier event: {_places(list(trial.late))}. Here they count: "
+            "the sample is one batch. Live, each is a dead letter (late) if the earlier event was in an earlier batch"
         )
+
+
+def _when_live(trial: Trial, sources: Sequence[str], delay: float) -> str:
+    """When the results of windows come from a running fleet. delay: the watermark, s."""
+    text = f"live, a window's result comes only when an event is {format_duration(delay)} or more later than the window's end"
+    newest = [
+        max((one.record.timestamp for one in trial.records if one.topic == topic), default=None) for topic in sources
+    ]
+    known = [time_ms for time_ms in newest if time_ms is not None]
+    if len(known) < len(newest):
+        return f"{text}, in each source"
+    return f"{text}. This sample alone would bring windows that ended by {format_time(min(known) - int(delay * 1000))} at most"
 
 
 _INSTEAD = {"id": "they get new ids", "key": "they have no key", "time": "they get the time of this trial"}

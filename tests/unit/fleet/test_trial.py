@@ -15,6 +15,7 @@ from services.core.broker.record import Record
 from services.core.event import ARRIVAL, ID, OUTPUTS
 from services.core.pipes import PipeFile, load_pipes
 from services.core.sample import AbsentField, SampleEvent, SampleRecord, TrialResult
+from services.core.times import format_time
 from services.fleet import trial
 from services.fleet.problem import CommandFailed
 from services.fleet.verbs.trial import _warnings, trial_tables
@@ -90,6 +91,10 @@ def test_what_became_of_each_event_is_counted(pipes: PipeFile) -> None:
     assert [one.header(ID) for one in found.outputs] == [b"a", b"b", b"b"]
     assert (found.filtered, found.repeated, found.late, found.is_good) == (1, ["b"], {"f:2": 60_000}, False)
     new = trial.sum_up("one", pipes.pipes["one"], records, [], TrialResult(outputs[:2], keeps_events=False))
+    joined = trial.sum_up("one", pipes.pipes["one"], records, [], TrialResult(outputs[:2], row_by_row=False))
+    (live,) = [note for note in _warnings(joined, pipes.pipes["one"]) if note.startswith("live, ")]
+    assert "when an event is 1m or more later than the window's end. This sample alone would bring windows" in live
+    assert f"that ended by {format_time(NOW - 60_000)} at most" in live
     assert (new.filtered, new.repeated, new.is_good) == (None, [], True)
 
 
