@@ -228,7 +228,8 @@ def _started(pid: int) -> str | None:
 
 
 def _processes(reading: StatusReading) -> list[dict[str, Any]]:
-    """CPU (percent of one core over a tenth of a second) and memory of each process with its children. Blocking."""
+    """CPU (percent of one core over a tenth of a second) and memory of each process with its children. `since`: its start.
+    Blocking."""
     found = [(process, _family(process.pid)) for process in reading.state.processes]
     for _, family in found:
         for one in family:
@@ -241,6 +242,7 @@ def _processes(reading: StatusReading) -> list[dict[str, Any]]:
             "pid": process.pid,
             "restarts": process.restarts,
             "state": "down" if process.pid is None else reading.sample.unready.get(process.management, "ready"),
+            "since": None if process.pid is None else _started(process.pid),
             "cpu_percent": round(sum(_read_figure(one, "cpu") for one in family), 1),
             "rss_bytes": int(sum(_read_figure(one, "rss") for one in family)),
             "management": process.management,

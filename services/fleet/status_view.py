@@ -1,6 +1,8 @@
 """Renders the status as tables."""
 
+import time
 from collections.abc import Collection
+from datetime import datetime
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -10,10 +12,11 @@ from rich.text import Text
 from services.fleet.console import make_table
 from services.fleet.dead.view import plain
 
+_NOT_KNOWN = "not yet"
 _CLOCKS = "event age: from the event's own time; E2E lag: from its arrival at ingest"
 _BEHIND = (
-    "behind: events not settled, and the age of the oldest by its own time. Events may also wait in PIPE.retry and with\n"
-    "the global retrier: penstock loss show PIPE counts them"
+    "behind: events not settled, and the age of the oldest by its own time; of a destination behind a transform, results of\n"
+    "the transform. Events may also wait in PIPE.retry and with the global retrier: penstock loss show PIPE counts them"
 )
 _DUE = "a waiting event is sent when its next round is due (the destination's schedule); it cannot be brought forward"
 
@@ -30,6 +33,7 @@ def render_status(status: dict[str, Any]) -> RenderableType:
         if not status["destinations"]:
             parts.append(Text(_CLOCKS, style="dim"))
         parts += [_paused_transform(row) for row in status["transforms"] if row["paused"] is not None]
+        parts += [_unbegun(row) for row in status["transforms"] if row["paused"] is None and _is_unbegun(row)]
     if status["destinations"]:
         parts.append(_destinations(status["destinations"]))
         parts.append(Text(f"{_CLOCKS}\n{_BEHIND}", style="dim"))
@@ -67,7 +71,7 @@ def _transforms(rows: list[dict[str, Any]]) -> Table:
             str(row["read"]),
             str(row["written"]),
             _bad(row["dead"]),
-            "?" if row["lag_records"] is None else str(row["lag_records"]),
+            _NOT_KNOWN if row["lag_records"] is None else str(row["lag_records"]),
             spread(row["lag_out_ms"]),
         )
     return table
@@ -75,7 +79,7 @@ def _transforms(rows: list[dict[str, Any]]) -> Table:
 
 def _mode(row: dict[str, Any]) -> str:
     if row["mode"] is None:
-        return "?"
+        return _NOT_KNOWN
     return row["mode"] if row["why"] is None else f"{row['mode']} ({row['why'].replace('_', ' ')})"
 
 
@@ -123,6 +127,17 @@ def _paused_transform(row: dict[str, Any]) -> Text:
     return Text.assemble("the transform of ", name, _since(row["paused"]), "; its events wait in its streams")
 
 
+def _is_unbegun(row: dict[str, Any]) -> bool:
+    return not row["up"] and row["mode"] is None
+
+
+def _unbegun(row: dict[str, Any]) -> Text:
+    """A line for a transform without figures."""
+    return Text.assemble(
+        "the transform of ", Text(row["pipe"], style="yellow"), " has not begun to run; its events wait in its streams"
+    )
+
+
 def _since(paused: dict[str, Any]) -> str:
     return f" is paused since {paused['since']} by {plain(paused['by'], 100)} because: {plain(paused['because'], 200)}"
 
@@ -154,12 +169,21 @@ def _processes(rows: list[dict[str, Any]]) -> Table:
         table.add_row(
             _named(row["name"], up=row["state"] == "ready"),
             str(row["pid"] or ""),
-            row["state"],
+            _state(row),
             _bad(row["restarts"]),
             f"{row['cpu_percent']:.0f} %",
             f"{row['rss_bytes'] / 1e6:.0f} MB",
         )
     return table
+
+
+def _state(row: dict[str, Any]) -> str:
+    """Of a process that is not ready, with the time since its start."""
+    state: str = row["state"]
+    if row["since"] is None or state == "ready":
+        return state
+    seconds = max(0.0, time.time() - datetime.fromisoformat(row["since"]).timestamp())
+    return f"{state} ({millis(seconds * 1000)} after its start)"
 
 
 def _named(name: str, *, up: bool) -> Text:

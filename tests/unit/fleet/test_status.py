@@ -1,6 +1,7 @@
 """The status of a fleet, from metrics."""
 
 import os
+import re
 from pathlib import Path
 
 import psutil
@@ -10,7 +11,7 @@ from services.core.lag import LagHistogram
 from services.core.pipes import PipeFile
 from services.core.scrape import Sample
 from services.core.times import format_time
-from services.fleet.folder import FleetState
+from services.fleet.folder import FleetState, ProcessState
 from services.fleet.status import StatusReading, summarise
 from services.fleet.status_view import render_status, spread
 
@@ -67,6 +68,24 @@ async def test_an_open_circuit_breaker_is_named(tmp_path: Path) -> None:
     console = Console(width=200, record=True)
     console.print(render_status(status))
     assert console.export_text().count("fails: its circuit breaker is open") == 1
+
+
+async def test_a_start_is_told_with_its_time(tmp_path: Path) -> None:
+    """Broken: a new user sees `?` and zeros while Spark starts, and does not know for how long, nor where the events are."""
+    pipe = {"sources": ["s"], "transform": {"sql": "SELECT * FROM s"}, "destinations": [{"name": "d", "stream": "t"}]}
+    pipes = PipeFile.model_validate({"streams": {"s": {}, "t": {}}, "pipes": {"p": pipe}})
+    process = ProcessState("transform-1", "transform", os.getpid(), "127.0.0.1:3", 0, "")
+    where = (f"log:{tmp_path}", "pipes.yaml", "127.0.0.1:1", "127.0.0.1:2")
+    shown = []
+    for reason in ({"127.0.0.1:3": "p: starting"}, {}):
+        sample = Sample(0.0, {}, unready=reason)
+        status = await summarise(StatusReading(FleetState(os.getpid(), "", *where, [process]), sample, None), pipes)
+        console = Console(width=200, record=True)
+        console.print(render_status(status))
+        shown.append(console.export_text())
+    assert re.search(r"p: starting \(\d.* after its start\)", shown[0])
+    assert "the transform of p has not begun to run; its events wait in its streams" in shown[0]
+    assert "after its start" not in shown[1]
 
 
 def test_nothing_measured_is_no_measured_zero() -> None:

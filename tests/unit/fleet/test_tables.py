@@ -163,7 +163,14 @@ def status(names: Names) -> Shown:
     destination |= {"delivered": 123_456_789, "dead": 405, "lag_records": 123_456, "lag_ms": 1_200_000}
     destination |= {"e2e_lag_ms": LAGS, "paused": paused, "breaker_open": True}
     retrier = {"up": True, "rate": 12_345.0, "waiting": 123_456, "next_due_ms": 123, "released": 123_456_789, "dead": 1}
-    process = {"pid": 4_194_303, "state": WORDS, "restarts": 12, "cpu_percent": 199.0, "rss_bytes": 12_345_678_901}
+    process = {
+        "pid": 4_194_303,
+        "since": "2026-11-21T08:00:00Z",
+        "state": WORDS,
+        "restarts": 12,
+        "cpu_percent": 199.0,
+        "rss_bytes": 12_345_678_901,
+    }
     found = {
         "penstock": "10.11.12.dev0",
         "listen": "127.0.0.1:8080",
