@@ -274,9 +274,9 @@ INCIDENTS: tuple[Incident, ...] = (
     Incident(
         "quota",
         _limit_broker,
-        _of("BrokerQuota", "TelemetryFails"),
+        _of("BrokerQuota"),
         frozenset({"throttled"}),
-        may=_of("IngestNotReady"),  # when an append in doubt comes to its deadline
+        may=_of("IngestNotReady", "TelemetryFails"),  # it depends on which appends the quota holds up
         kafka=True,
     ),
     Incident(
@@ -315,6 +315,7 @@ INCIDENTS: tuple[Incident, ...] = (
         _lose_checkpoint,
         _of("TransformFails", "CrashLoop", "ProcessRestarts"),
         frozenset({"checkpoint"}),
+        may=_of("TransformNotUp"),  # when it dies slowly
         spark=True,
     ),
 )

@@ -14,6 +14,8 @@ from services.observer.ledger.settlement import LATE_EVENTS, Part, Row
 
 STORED_MS = 30_000
 """The limit from an event's arrival to its storage: ingest gives up before. A `behind_ms` counts from storage."""
+MEASURED_MS = 30_000
+"""A `behind_ms` is of a measurement that is at most so old."""
 FOUND_FOR_MS = 15 * MINUTE_MS
 """For so long after a minute's loss was found, it counts for the health of the pipe, however old the minute is."""
 GIVEN_UP = "it was open for too long and was forgotten; nobody knows what became of the missing events"
@@ -41,6 +43,11 @@ class Finality:
         self.final_missing: dict[Key, dict[Part, int]] = {}
         """The missing events of a part when it became final, or when more of the waiting ones were lost. No zeros."""
         self.given_up: dict[Key, set[Part]] = {}
+        self._held: set[Key] = set()
+        """Minutes that a transform has kept open."""
+        self._fed_ms: dict[Key, int] = {}
+        """Of those of them whose first part is final: when that was. The transform's results came to the destinations until
+        then, so a destination that had done everything before is not done. Not kept over a restart."""
         self.newer_ms = 0
         """Until this time (ms), reports came that this version cannot read. They may have settled what is missing."""
 
@@ -76,6 +83,8 @@ class Finality:
         if row.minute * MINUTE_MS <= self.newer_ms:
             return NEWER_REPORTS
         until = (row.minute + 1) * MINUTE_MS + BEHIND_MS + STORED_MS
+        if (fed := self._fed_ms.get((row.pipe, row.minute))) is not None:
+            until = max(until, fed + MEASURED_MS)
         step = Step("transform", row.pipe) if part is None else Step("expel", row.pipe, part)
         return self._liveness.why_not_done(step, until, now)
 
@@ -108,7 +117,12 @@ class Finality:
             return []
         waiting = self.why_open(row, now)
         if None in waiting:
+            self._hold(key, row, now)
             return []
+        if key in self._held:
+            self._held.discard(key)
+            self._fed_ms[key] = now
+            waiting = self.why_open(row, now)
         found: list[Part] = [] if key in self.open else [None]
         destinations = self._flow.pipes[row.pipe].destinations
         open_ones = self.open.setdefault(key, set(destinations))
@@ -117,6 +131,14 @@ class Finality:
         missing = row.missing_by_part()
         self.record_missing(key, {part: missing.get(part, 0) for part in found})
         return found
+
+    def _hold(self, key: Key, row: Row, now: int) -> None:
+        """Note whether a transform that lives keeps the minute open, longer than minutes stay open anyway."""
+        step = Step("transform", row.pipe)
+        is_late = now >= (row.minute + 1) * MINUTE_MS + self._final_after
+        is_missing = any(one.node == "transform" and one.missing for one in row.steps)
+        if is_late and is_missing and self._liveness.alive(step, now):
+            self._held.add(key)
 
     def record_missing(self, key: Key, missing: dict[Part, int]) -> None:
         """Keep the number of missing events of these final parts."""
@@ -145,6 +167,8 @@ class Finality:
         for key in keys:
             for known in (self.open, self.final_missing, self.given_up):
                 known.pop(key, None)
+            self._held.discard(key)
+            self._fed_ms.pop(key, None)
 
     def keys(self) -> set[Key]:
         """All minutes of which any part is final or given up."""

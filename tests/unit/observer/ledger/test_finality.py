@@ -110,6 +110,29 @@ def test_the_one_that_was_behind_is_judged_when_it_has_caught_up() -> None:
     assert table.tick(later + 1).verdicts == []
 
 
+def test_results_of_a_late_transform_are_not_lost_while_they_are_delivered() -> None:
+    """Broken: a transform that stood still for some minutes, e.g. in an upgrade, catches up, and its results are called lost
+    because the destinations had done everything before they came."""
+    _, table = watching()
+    hear(table, accept(range(100)))
+    speak(table, FINAL_MS, transform=500_000)
+    assert table.tick(FINAL_MS).verdicts == []
+    assert "behind" in str(states(table, FINAL_MS)[None])
+    late = FINAL_MS + 60_000
+    hear(table, tell("transform", "late", "passed", range(100)))
+    speak(table, late)  # the destinations: nothing waits, as of a moment ago
+    assert [one.part for one in table.tick(late).verdicts] == [None]
+    assert set(states(table, late).values()) > {None}
+    begin(table, down=100, lossy=90)
+    speak(table, late + 35_000)
+    turn = table.tick(late + 35_000)
+    assert [(one.part, one.row.missing_for(one.part)) for one in turn.verdicts] == [
+        ("down", 0),
+        ("lossy", 10),
+        ("well", 0),
+    ]
+
+
 def test_no_destination_is_final_before_what_comes_to_it_is_known() -> None:
     """Broken: a transform that is behind passes events on after their minute was final, and their loss raises no alarm."""
     _, table = watching()
