@@ -407,6 +407,11 @@ LEDGER_OPEN = Gauge(
     "Minutes among the last 15 that are not final for the destination yet.",
     ["pipe", "destination"],
 )
+LEDGER_WAITING = Gauge(
+    "penstock_ledger_waiting_events",
+    "Events that wait for another attempt at the destination: with the retrier, or parked.",
+    ["pipe", "destination"],
+)
 LEDGER_UNJUDGED = Counter(
     "penstock_ledger_unjudged_minutes",
     "Minutes that were dropped before they were final for the destination, which was behind or silent for a day. Without a "

@@ -164,9 +164,17 @@ async def _destination(
         "breaker_open": bool(sample.total("penstock_expel_breaker_state", **labels)),
         "lag_records": records,
         "lag_ms": millis,
+        "waiting": _waiting(sample, labels),
         "e2e_lag_ms": quantiles(sample.lag("penstock_e2e_lag_seconds", **labels)),
         "event_lag_ms": quantiles(sample.lag("penstock_event_lag_seconds", **labels)),
     }
+
+
+def _waiting(sample: Sample, labels: Mapping[str, str]) -> int | None:
+    """Events that wait for another attempt, with the retrier or parked; None without an observer, which knows them."""
+    name, wanted = "penstock_ledger_waiting_events", set(labels.items())
+    known = any(found == name and wanted <= set(one) for found, one in sample.values)
+    return int(sample.total(name, **labels)) if known else None
 
 
 async def _paused(broker: Broker | None, pipe: str, destination: str, pause: Pause) -> dict[str, Any]:

@@ -92,6 +92,7 @@ def _destinations(rows: list[dict[str, Any]]) -> Table:
         "retried",
         "dead",
         "behind",
+        "waiting",
         "E2E lag P50 P95 P99",
     )
     for row in rows:
@@ -102,6 +103,7 @@ def _destinations(rows: list[dict[str, Any]]) -> Table:
             str(row["retried"]),
             _bad(row["dead"]),
             _behind(row["lag_records"], row["lag_ms"]),
+            "?" if row["waiting"] is None else str(row["waiting"]),
             spread(row["e2e_lag_ms"]),
         )
     return table

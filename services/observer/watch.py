@@ -12,6 +12,7 @@ from services.observer import health
 from services.observer.alarms import Alarm, AlarmWebhook, drift_alarm, find_alarms, loss_alarm, unjudged_alarm
 from services.observer.follower import Follower
 from services.observer.ledger.finality import Finding
+from services.observer.ledger.flow import Step
 from services.observer.ledger.settlement import Part, Row
 from services.observer.ledger.table import TickResult
 from services.observer.ledger_api import format_minute
@@ -150,6 +151,9 @@ class Watch:
             rows = health.recent_rows(table, pipe, now, health.WATCHED_MINUTES)
             for destination in table.flow.pipes[pipe].destinations:
                 metrics.LEDGER_OPEN.labels(pipe, destination).set(_count_open(rows, destination))
+                metrics.LEDGER_WAITING.labels(pipe, destination).set(
+                    table.count_waiting(Step("expel", pipe, destination))
+                )
             found = max((row.final_loss for row in table.found_lately(pipe, now)), default=0.0)
             metrics.LEDGER_LOSS_FOUND.labels(pipe).set(found)
             if self.follower.speaks and not self.follower.catching_up:

@@ -201,6 +201,13 @@ class RetryTracker:
         """The events that this step of expel will read again; not to be changed."""
         return self.held.get(step, Spans()).all()
 
+    def count_waiting(self, step: Step) -> int:
+        """The events that were handed over or are held, without the lost ones; as of the last `judge`."""
+        waiting = sum(
+            len(origins) for known in (self.handed_over, self.held) for origins in known.get(step, Spans()).values()
+        )
+        return waiting - sum(len(self.lost.get(one, Origins())) for one in (step, retrier_of(step)))
+
     def timed(self, step: Step, outcome: Outcome, run: SequenceKey, numbers: BitMap) -> BitMap:
         """Of these parked or dead numbers, those for which a time was reported."""
         found = BitMap()

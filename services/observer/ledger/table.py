@@ -197,6 +197,10 @@ class Table:
         lost = self.origin_sets.lost(step)
         return lost, lost & self.origin_sets.retries.held_by(step)
 
+    def count_waiting(self, step: Step) -> int:
+        """The events that wait for another attempt of this step of expel: handed over or parked, and not lost."""
+        return self.origin_sets.retries.count_waiting(step)
+
     def handed_over(self, step: Step) -> Iterable[tuple[Span, Origins]]:
         """The events that wait at the retrier for this step of expel, by the span in which they are due."""
         return self.origin_sets.retries.handed_over.get(step, Spans()).items()

@@ -63,11 +63,15 @@ async def test_an_open_circuit_breaker_is_named(tmp_path: Path) -> None:
         ("penstock_expel_breaker_state", lane): state for lane, state in zip(lanes.values(), (2.0, 0.0), strict=True)
     }
     state = FleetState(os.getpid(), "", f"log:{tmp_path}", "pipes.yaml", "127.0.0.1:1", "127.0.0.1:2", [])
+    values["penstock_ledger_waiting_events", lanes["d"]] = 41_577.0
     status = await summarise(StatusReading(state, Sample(0.0, values), None), pipes)
     assert [row["breaker_open"] for row in status["destinations"]] == [True, False]
+    assert [row["waiting"] for row in status["destinations"]] == [41_577, None], "unknown is not zero"
     console = Console(width=200, record=True)
     console.print(render_status(status))
-    assert console.export_text().count("fails: its circuit breaker is open") == 1
+    text = console.export_text()
+    assert text.count("fails: its circuit breaker is open") == 1
+    assert "41577" in text
 
 
 async def test_a_start_is_told_with_its_time(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from services.core.ledger.report import Node, Outcome, Report, due_span, since_span
 from services.observer.ledger.finality import Finding
-from services.observer.ledger.flow import Flow, PipeFlow
+from services.observer.ledger.flow import Flow, PipeFlow, Step
 from services.observer.ledger.table import RETRY_SLACK_MS, Ages, Table, TickResult
 from services.observer.planned import PlannedWindows
 from services.observer.snapshot import FollowerState, restore
@@ -181,7 +181,7 @@ def test_a_long_pause_is_little_to_keep() -> None:
             table.tick(now)
     (held,) = table.origin_sets.retries.held.values()
     assert len(held) <= 700
-    assert table.row("raw", MINUTE, now).waiting == seconds
+    assert table.row("raw", MINUTE, now).waiting == seconds == table.count_waiting(Step("expel", "raw", "hook"))
 
 
 def restarted(table: Table, flow: Flow = FLOW) -> Table:

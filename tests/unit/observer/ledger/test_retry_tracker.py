@@ -10,7 +10,7 @@ from pyroaring import BitMap
 from services.core.ledger.report import Outcome, Report, due_span, is_back, released_span
 from services.observer import health
 from services.observer.ledger.finality import FOUND_FOR_MS, Finding
-from services.observer.ledger.flow import Flow, PipeFlow
+from services.observer.ledger.flow import Flow, PipeFlow, Step
 from services.observer.ledger.origins import Origins, SequenceKey
 from services.observer.ledger.settlement import Row
 from services.observer.ledger.table import RETRY_SLACK_MS, Ages, Table, TickResult
@@ -79,9 +79,11 @@ def test_an_event_that_the_retrier_lost_is_missing_there_once_it_is_long_due() -
     alive(table, DUE + RETRY_SLACK_MS - 1)
     row, turn = look(table, DUE + RETRY_SLACK_MS - 1)
     assert (row.missing, row.waiting, worse(turn)) == (0, 2, [])
+    assert table.count_waiting(Step("expel", "raw", "hook")) == 2
     alive(table, LATE + HOUR)
     row, turn = look(table, LATE + HOUR)
     assert (row.missing, row.waiting, missing(row)) == (2, 0, {"expel": 0, "retrier": 2})
+    assert table.count_waiting(Step("expel", "raw", "hook")) == 0, "they are lost"
     assert row.steps[1].outcomes == {"dead": 1, "released": 1, "retrying": 0}
     assert [(before.missing, after.missing) for after, _, before in worse(turn) if before] == [(0, 2)]
     alive(table, LATE + HOUR + 10_000)
