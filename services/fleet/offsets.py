@@ -27,7 +27,7 @@ from services.core.takeover_dedup import TAIL_EVENTS, WITHIN_S
 from services.core.topic_names import RETRY_IN, delivery_group, delivery_topics, lane_name, removed_lanes
 from services.core.waiting import find_takeover, read_bookmark
 from services.fleet.paused import pause_json
-from services.fleet.problem import CommandFailed
+from services.fleet.problem import CommandFailed, unknown_name
 
 HAS_MEMBERS = (
     "stop the fleet, or every process of services.expel that serves this pipe, then the same command. "
@@ -69,8 +69,8 @@ def find_lanes(file: PipeFile, name: str | None) -> list[Lane]:
     ]
     chosen = [lane for lane in known if name in (None, lane.pipe, lane.name)]
     if not chosen:
-        names = ", ".join(lane.name for lane in known) or "the pipe file has none"
-        raise CommandFailed(f"there is no pipe or destination {name}", f"one of: {names}", status=2)
+        names = [lane.name for lane in known]
+        raise unknown_name(f"there is no pipe or destination {name}", name or "", names, none="the pipe file has none")
     return chosen
 
 

@@ -16,7 +16,7 @@ from services.core.times import format_time
 from services.core.topic_names import delivery_group, lane_name, parked_topic, renames_of
 from services.fleet.console import make_table
 from services.fleet.dead.view import plain
-from services.fleet.problem import CommandFailed
+from services.fleet.problem import CommandFailed, unknown_name
 
 _STYLES = {"running": "", "paused": "red", "replaying": "yellow"}
 
@@ -89,8 +89,10 @@ def choose(known: list[DestinationState], name: str, pipe: str | None) -> list[D
     chosen = [one for one in known if one.destination == name and pipe in (None, one.pipe)]
     if not chosen:
         where = "" if pipe is None else f" in the pipe {pipe}"
-        names = ", ".join(one.lane for one in known) or "the pipe file has none"
-        raise CommandFailed(f"no webhook destination {name}{where}", f"one of: {names}", status=2)
+        full = name if pipe is None else lane_name(pipe, name)
+        lanes = [one.lane for one in known]
+        meant = lanes if pipe is not None else [one.destination for one in known]
+        raise unknown_name(f"no webhook destination {name}{where}", full, lanes, meant, none="the pipe file has none")
     return chosen
 
 

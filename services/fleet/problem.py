@@ -1,5 +1,8 @@
 """The error of a command."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class CommandFailed(Exception):
     """The command failed. what: the failure and its place; remedy: a thing to try; both for a person.
@@ -10,3 +13,22 @@ class CommandFailed(Exception):
     def __init__(self, what: str, remedy: str = "", *, status: int = 1) -> None:
         super().__init__(what)
         self.what, self.remedy, self.status = what, remedy, status
+
+
+SHOWN_NAMES = 30
+
+
+def unknown_name(
+    what: str, name: str, known: Iterable[str], meant: Iterable[str] = (), *, none: str = "none yet"
+) -> CommandFailed:
+    """The error of a name that nobody has, as `what` says. Adds the name that was probably meant.
+
+    known: the names that there are. meant: those that the name may stand for, where they differ from these.
+    """
+    names = list(dict.fromkeys(known))
+    close = get_close_matches(name, list(meant) or names, n=1)
+    listed = ", ".join(names[:SHOWN_NAMES]) + (
+        f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    )
+    what += f"; did you mean {close[0]}?" if close else ""
+    return CommandFailed(what, f"one of: {listed or none}", status=2)

@@ -16,7 +16,7 @@ from services.core.times import format_time
 from services.core.topic_names import RETRIER_DEAD, dead_letter_topic, lane_name
 from services.fleet.console import print_note
 from services.fleet.dead.audit import AuditedActions
-from services.fleet.problem import CommandFailed
+from services.fleet.problem import CommandFailed, unknown_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Filter:
     """Selects dead letters; None: any. since, until: ms, of the time at which they became dead letters, since <= time < until.
 
     renames: the lane of each former name (`pipes.renames_of`). A destination's dead letters of that time are found, too.
+    lanes: of a person's filter: those that the pipe file has, or names as removed. None: nobody can have misspelt a name.
     """
 
     pipe: str | None = None
@@ -32,21 +33,25 @@ class Filter:
     since: int | None = None
     until: int | None = None
     renames: Mapping[str, str] = field(default_factory=dict)
+    lanes: Collection[str] | None = None
 
     def __bool__(self) -> bool:
         return bool(self._given())
 
     def matches(self, letter: DeadLetter) -> bool:
         """Whether the filter selects this dead letter."""
-        lane = lane_name(letter.pipe, letter.destination)
-        pipe, _, destination = self.renames.get(lane, lane).partition("/")
         return (
-            self.pipe in (None, letter.pipe, pipe)
-            and self.destination in (None, letter.destination, destination)
+            self.has(lane_name(letter.pipe, letter.destination))
             and self.reason in (None, letter.reason)
             and (self.since is None or self.since <= letter.dead_since)
             and (self.until is None or letter.dead_since < self.until)
         )
+
+    def has(self, lane: str) -> bool:
+        """Whether the pipe and the destination are those of this lane, by its present or its former name."""
+        names = zip(lane.partition("/"), self.renames.get(lane, lane).partition("/"), strict=True)
+        pipes, _, destinations = names
+        return self.pipe in (None, *pipes) and self.destination in (None, *destinations)
 
     def as_json(self) -> dict[str, str]:
         """The filter as the audit records it."""
@@ -62,7 +67,11 @@ class Filter:
         }
 
     def _given(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value is not None and name != "renames"}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if value is not None and name not in ("renames", "lanes")
+        }
 
 
 async def restore(reader: Reader, letter: DeadLetter) -> DeadLetter:
@@ -133,10 +142,13 @@ class DeadLetterSearch:
     ) -> Self:
         """settled: include redriven and discarded ones. held: the ranges of an earlier search, to find the same dead letters.
 
-        Raises CommandFailed for a pipe without dead letters.
+        Raises CommandFailed for a pipe without a topic of dead letters, and for a person's destination that neither the pipe file
+        nor a dead letter has: none found would read as all is well.
         """
         if held is None:
             held = {} if positions else await _survey(broker, where.pipes())
+            if where.destination is not None and where.lanes is not None:
+                await _require_destination(broker.reader, where, held)
         fates = await AuditedActions.read(broker.reader)
         return cls(broker, where, sorted(set(positions)), fates, held, settled)
 
@@ -194,8 +206,28 @@ async def _survey(broker: Broker, pipes: Collection[str]) -> Held:
     if pipes:
         mine = [topic for topic in topics if topic in map(dead_letter_topic, pipes)]
         if not mine:
-            known = ", ".join(topic.removesuffix(DEAD_SUFFIX) for topic in topics if topic != RETRIER_DEAD)
+            known = [topic.removesuffix(DEAD_SUFFIX) for topic in topics if topic != RETRIER_DEAD]
             missing = " and ".join(map(dead_letter_topic, sorted(pipes)))
-            raise CommandFailed(f"there is no topic {missing}", f"one of these pipes: {known or 'none yet'}", status=2)
+            raise unknown_name(f"there is no topic {missing}", " ".join(sorted(pipes)), known)
         topics = [topic for topic in topics if topic in mine or topic == RETRIER_DEAD]
     return {(topic, part): kept for topic in topics for part, kept in (await broker.reader.describe(topic)).items()}
+
+
+async def _require_destination(reader: Reader, where: Filter, held: Held) -> None:
+    """Raises CommandFailed unless the pipe file or a dead letter has the pipe and destination of the filter."""
+    known = {*(where.lanes or ()), *where.renames}
+    if any(map(where.has, known)):
+        return
+    for (topic, partition), kept in held.items():
+        async for batch in read_topic(reader, topic, partition, kept, skips_damage=True):
+            for offset, record in zip(batch.offsets, batch.records, strict=True):
+                letter = DeadLetter.of(Position(topic, partition, offset), record)
+                lane = lane_name(letter.pipe, letter.destination)
+                if where.has(lane):
+                    return
+                known |= {lane} if letter.destination else set()
+    name = where.destination or ""
+    if where.pipe is None:
+        raise unknown_name(f"there is no destination {name}", name, sorted({lane.partition("/")[2] for lane in known}))
+    lane = lane_name(where.pipe, name)
+    raise unknown_name(f"there is no destination {lane}", lane, sorted(known))

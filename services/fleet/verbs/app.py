@@ -14,7 +14,7 @@ from typer.models import CommandInfo, TyperInfo
 from services.core.dead_letter import Position
 from services.core.pipes import load_pipes
 from services.core.times import parse_time
-from services.core.topic_names import renames_of
+from services.core.topic_names import lanes_of, removed_lanes, renames_of
 from services.core.version import VERSION
 from services.core.yaml_source import BadConfiguration
 from services.fleet.dead.found import Filter
@@ -147,7 +147,7 @@ def make_filter(
     *,
     pipes: Path,
 ) -> Filter:
-    """The filter of the options. pipes: the pipe file with the former names; a file that cannot be read has none. Blocking.
+    """The filter of the options. pipes: the pipe file with the names; a file that cannot be read has none. Blocking.
 
     Raises CommandFailed.
     """
@@ -157,9 +157,11 @@ def make_filter(
     except ValueError as error:
         raise CommandFailed(str(error), status=2) from error
     renames: Mapping[str, str] = {}
+    lanes: frozenset[str] = frozenset()
     with suppress(BadConfiguration):
-        renames = renames_of(load_pipes(pipes))
-    return Filter(pipe, destination, reason, times[0], times[1], renames)
+        file = load_pipes(pipes)
+        renames, lanes = renames_of(file), lanes_of(file) | removed_lanes(file).keys()
+    return Filter(pipe, destination, reason, times[0], times[1], renames, lanes)
 
 
 def read_positions(texts: list[str] | None) -> list[Position]:

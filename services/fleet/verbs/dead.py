@@ -21,7 +21,7 @@ from services.fleet.dead.audit import Auditor, read_audit, whoami
 from services.fleet.dead.found import DeadLetterSearch, Filter, Held, restore, with_payloads
 from services.fleet.dead.redrive import LATE, LATE_WARNING, REMEDIES, Redrive, Redriven, RedriveTargets
 from services.fleet.dead.view import audit_line, letter_json, letter_page, letter_table
-from services.fleet.problem import CommandFailed
+from services.fleet.problem import CommandFailed, unknown_name
 from services.fleet.stop import stop_on_signals
 from services.fleet.verbs.app import (
     APP,
@@ -200,9 +200,7 @@ def _check_target(file: PipeFile, to: str | None, path: Path) -> None:
         if one.webhook is not None
     )
     if to is not None and to not in known:
-        raise CommandFailed(
-            f"--to {to}: {path} has no such webhook", f"one of: {', '.join(known) or 'it has none'}", status=2
-        )
+        raise unknown_name(f"--to {to}: {path} has no such webhook", to, known, none="it has none")
 
 
 async def _redrive(

@@ -2,18 +2,22 @@
 
 import json
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 import uvloop
+from rich.text import Text
 
 from services.core.broker.producer import Producer
 from services.core.causes import Causes
 from services.core.pauses import OPERATOR, Pause, list_paused, write_pause
 from services.core.pipes import PipeFile, load_pipes
+from services.core.scrape import Sample, scrape
+from services.core.topic_names import lane_name
 from services.core.units import format_count
-from services.fleet.access import find_broker, find_pipes, opened
+from services.fleet.access import find_broker, find_fleet, find_pipes, opened
 from services.fleet.console import ERR, OUT, print_note
 from services.fleet.dead.audit import whoami
 from services.fleet.dead.found import DeadLetterSearch, Filter
@@ -34,6 +38,44 @@ DESTINATION = typer.Typer(help="Show, pause and resume destinations.", no_args_i
 APP.add_typer(DESTINATION, name="destination")
 
 SHOWN, LIMIT = 20, 1000
+_BREAKER = ("closed", "half-open", "open")
+
+
+@dataclass(frozen=True, slots=True)
+class Deliveries:
+    """Of one lane, as the running processes of expel say it. breaker: the worst. requests: by outcome, since they started."""
+
+    lane: str
+    breaker: str
+    requests: dict[str, int]
+
+    def describe(self) -> str:
+        """One line for a person."""
+        meaning = "" if self.breaker == "closed" else " (almost all requests failed; its events wait: penstock status)"
+        counts = ", ".join(f"{outcome} {count:,}" for outcome, count in sorted(self.requests.items())) or "none"
+        return f"{self.lane}: circuit breaker {self.breaker}{meaning}; requests since expel started: {counts}"
+
+
+def list_deliveries(sample: Sample, name: str, pipe: str | None) -> list[Deliveries]:
+    """The lanes of this destination, in every pipe or in one, that a process of expel has."""
+    breakers: dict[str, int] = {}
+    for (metric, labels), value in sample.values.items():
+        found = dict(labels)
+        if metric == "penstock_expel_breaker_state" and found["destination"] == name and pipe in (None, found["pipe"]):
+            lane = lane_name(found["pipe"], name)
+            breakers[lane] = max(breakers.get(lane, 0), min(2, int(value)))
+    return [Deliveries(lane, _BREAKER[worst], _requests(sample, lane)) for lane, worst in sorted(breakers.items())]
+
+
+def _requests(sample: Sample, lane: str) -> dict[str, int]:
+    return {
+        dict(labels)["outcome"]: int(value)
+        for (metric, labels), value in sample.values.items()
+        if metric == "penstock_expel_attempts_total"
+        and value
+        and lane_name(dict(labels)["pipe"], dict(labels)["destination"]) == lane
+    }
+
 
 Name = Annotated[str, typer.Argument(help="The destination's name, or PIPE/DESTINATION.")]
 
@@ -51,17 +93,32 @@ def show(
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
-    """Show whether a destination is paused, and its dead letters by cause, the most frequent first."""
+    """Show whether a destination is paused, its dead letters by cause, and whether its receiver answers the running fleet.
+
+    Events that wait are no dead letters: `penstock status` counts them.
+    """
     name, pipe = split_lane(name, pipe)
     where = make_filter(pipe, name, None, since, until, pipes=find_pipes(None, data))
     causes, paused = uvloop.run(_read_state(find_broker(broker, data), where, name, pipe, settled=everything))
     found = causes.most_common()
+    state = find_fleet(data)
+    is_there = state is not None and broker in (None, state.broker)
+    expels = (
+        [one.management for one in state.processes if one.service == "expel"] if state is not None and is_there else []
+    )
+    deliveries = list_deliveries(uvloop.run(scrape(expels)), name, pipe)
     if as_json:
-        lists = {"paused": [one.as_json() for one in paused], "causes": [cause.as_json() for cause in found]}
+        lists = {
+            "paused": [one.as_json() for one in paused],
+            "causes": [cause.as_json() for cause in found],
+            "deliveries": [asdict(one) for one in deliveries],
+        }
         typer.echo(json.dumps({"destination": name, "pipe": pipe, **lists}))
         return
     for one in paused:
         OUT.print(describe(one))
+    for delivery in deliveries:
+        OUT.print(Text(delivery.describe()))
     if found:
         OUT.print(cause_table(found[:SHOWN]))
     rest = f", {len(found) - SHOWN} of them not shown. Try: --json" if len(found) > SHOWN else ""

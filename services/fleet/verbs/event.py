@@ -22,7 +22,7 @@ from services.core.times import format_time, parse_time
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import ERR, OUT, print_note
 from services.fleet.dead.view import plain
-from services.fleet.problem import CommandFailed
+from services.fleet.problem import CommandFailed, unknown_name
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
 
 LIMITS = Limits(seconds=60.0, records=20_000_000, bytes=8_000_000_000)
@@ -62,8 +62,7 @@ def event(
         raise CommandFailed(str(error), status=2) from error
     for kind, name, known in (("stream", stream, file.streams), ("pipe", pipe, file.pipes)):
         if name is not None and name not in known:
-            names = ", ".join(known) or "none yet"
-            raise CommandFailed(f"the pipe file has no {kind} {plain(name, SHOWN_ID)}", f"one of: {names}", status=2)
+            raise unknown_name(f"the pipe file has no {kind} {plain(name, SHOWN_ID)}", name, known)
     scope = make_scope(file, event_id, int(now * 1000), stream=stream, pipe=pipe, since=first, until=last)
     story = uvloop.run(_find(find_broker(broker, data), file, event_id, scope))
     if as_json:

@@ -19,7 +19,7 @@ from services.fleet.console import ERR
 from services.fleet.dead.audit import whoami
 from services.fleet.dead.view import plain
 from services.fleet.paused import pause_json, read_pauses
-from services.fleet.problem import CommandFailed
+from services.fleet.problem import CommandFailed, unknown_name
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
 from services.fleet.verbs.destination import MAX_REASON, ReasonText
 
@@ -75,10 +75,9 @@ def _find_retention(pipe: str, path: Path) -> float:
     file = load_pipes(path)
     if pipe not in file.pipes:
         transformed = [name for name, one in file.pipes.items() if one.transform is not None]
-        names = ", ".join(transformed) or "none in the file has a transform"
         original = original_of(path)
         where = path if original is None else f"{original}, as it was when the fleet started,"
-        raise CommandFailed(f"{where} has no pipe {pipe}", f"one of: {names}", status=2)
+        raise unknown_name(f"{where} has no pipe {pipe}", pipe, transformed, none="none in the file has a transform")
     if file.pipes[pipe].transform is None:
         name = file.pipes[pipe].destinations[0].name
         raise CommandFailed(

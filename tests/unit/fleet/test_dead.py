@@ -124,7 +124,20 @@ async def test_filters(broker: Broker) -> None:
     assert await numbers(broker, Filter(pipe="late", destination="billing")) == [0, 2, 4]
     assert await numbers(broker, Filter(reason="timeout")) == [2]
     assert await numbers(broker, Filter(since=DEAD + 1000, until=DEAD + 3000)) == [1, 2]
+    assert await numbers(broker, Filter(destination="new", lanes={"late/new"})) == []
+    assert (
+        await numbers(broker, Filter(destination="old", renames={"late/old": "late/ordered"}, lanes={"late/billing"}))
+        == []
+    )
     assert await numbers(broker, Filter(destination="nobody")) == []
+    known = {"late/billing"}
+    misspelt = (
+        (Filter(destination="biling", lanes=known), "billing"),
+        (Filter("late", "order", lanes=known), "late/ordered"),
+    )
+    for mistyped, meant in misspelt:
+        with pytest.raises(CommandFailed, match=f"there is no destination .*; did you mean {meant}\\?"):
+            await numbers(broker, mistyped)  # none found would read as all is well
 
 
 @pytest.mark.parametrize("as_json", [False, True])

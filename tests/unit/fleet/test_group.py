@@ -199,7 +199,7 @@ def test_over_records_that_are_gone(shell: Shell, url: str) -> None:
         ("reset a/crm --to yesterday", "'yesterday' is not a time"),
         (
             "reset a/cmr --to-earliest",
-            "there is no pipe or destination a/cmr Try: one of: a/crm, a/erp, b/both, sums/hook",
+            "there is no pipe or destination a/cmr; did you mean a/crm? Try: one of: a/crm, a/erp, b/both, sums/hook",
         ),
         ("reset a --to-earliest", "its destinations have offsets Try: a/crm or a/erp"),
         (

@@ -12,7 +12,9 @@ from services.core.broker.connect import open_broker
 from services.core.pauses import Pauses
 from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
+from services.core.scrape import Sample
 from services.core.snapshot import read_contents, write_snapshot
+from services.fleet.verbs.destination import list_deliveries
 from tests.unit.fleet.test_cli import Shell, shell
 
 __all__ = ["shell"]
@@ -137,3 +139,24 @@ def test_the_file_is_named_and_not_its_copy(shell: Shell, folder: Path) -> None:
     write_snapshot(copies, read_contents([folder / "pipes.yaml"]))
     assert shell.run("pause", "nope", "-f", copies / "0-pipes.yaml") == 2
     assert f"{folder}/pipes.yaml, as it was when the fleet started, has no pipe nope" in shell.err
+
+
+def test_an_outage_is_shown_where_there_are_no_dead_letters() -> None:
+    """Broken: `destination show` says "0 dead letters, 0 causes" of a receiver that refuses everything."""
+    values = {
+        ("penstock_expel_breaker_state", "shop", "crm", ""): 2.0,
+        ("penstock_expel_attempts_total", "shop", "crm", "http_503"): 84.0,
+        ("penstock_expel_attempts_total", "shop", "crm", "delivered"): 3.0,
+        ("penstock_expel_breaker_state", "shop", "erp", ""): 0.0,
+        ("penstock_expel_breaker_state", "late", "crm", ""): 0.0,
+    }
+    sample = Sample(0.0)
+    for (metric, pipe, destination, outcome), value in values.items():
+        labels = {"pipe": pipe, "destination": destination} | ({"outcome": outcome} if outcome else {})
+        sample.values[metric, frozenset(labels.items())] = value
+    late, shop = list_deliveries(sample, "crm", None)
+    assert (late.lane, late.breaker, late.requests) == ("late/crm", "closed", {})
+    assert (shop.breaker, shop.requests) == ("open", {"delivered": 3, "http_503": 84})
+    assert list_deliveries(sample, "crm", "shop") == [shop]
+    assert "circuit breaker open (almost all requests failed" in shop.describe()
+    assert "delivered 3, http_503 84" in shop.describe()
