@@ -5,6 +5,18 @@ Start at `broker.LogBroker`. `blocking` has the same data for code without an ev
 `verify` and `repair` are for damaged folders. The decisions behind it: docs/adr/0002-embedded-log.md.
 """
 
-from services.core.broker.log.broker import LogBroker
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from services.core.broker.log.broker import LogBroker
 
 __all__ = ["LogBroker"]
+
+
+def __getattr__(name: str) -> Any:
+    """Only who asks for it loads it: each of Spark's Python processes reads a log, and needs no metrics and no groups."""
+    if name != "LogBroker":
+        raise AttributeError(name)
+    from services.core.broker.log.broker import LogBroker
+
+    return LogBroker
