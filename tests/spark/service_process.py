@@ -24,9 +24,11 @@ _QUICK_CLAIMS = "import spark.jobs.claims as c; c.BEAT_S, c.EXPIRY_S = 1.0, 6.0;
 """A standby takes over sooner: the tests freeze its predecessor, and wait for it."""
 _MAIN = (
     _QUICK_CLAIMS
-    + "import runpy, spark.service; spark.service.SETTLE_S = 0.5; runpy.run_module('spark', run_name='__main__')"
+    + "import runpy, spark.service; spark.service.SETTLE_S = 0.5; import spark.jobs.query; spark.jobs.query.WARM_UP_RUNS = 1; "
+    + "runpy.run_module('spark', run_name='__main__')"
 )
-"""As `-m spark`, but pipes of one process hardly wait for each other: the tests have no other work to protect."""
+"""As `-m spark`, but pipes of one process hardly wait for each other, and a transform runs once before its first batch: the tests
+have no other work to protect."""
 
 
 class ServiceProcess:

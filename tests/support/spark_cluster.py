@@ -19,12 +19,15 @@ import psutil
 import pyspark
 
 from services.core.jvm.child import start_child, stop_child
-from services.core.jvm.java import NO_PERF_FILE, java_env
+from services.core.jvm.java import NO_PERF_FILE, archive_options, java_env
 from services.core.jvm.kafka import free_ports
+from spark.session import class_archive
 
 READY_S = 240.0
 _HOME = Path(pyspark.__file__).parent
-_SMALL = ("-Xmx96m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto", NO_PERF_FILE)
+_SMALL = ("-Xmx96m", NO_PERF_FILE)
+_QUICK = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+"""Of all processes: in an executor of a test the full compiler costs as much as all else."""
 _EXECUTOR = "org.apache.spark.executor.CoarseGrainedExecutorBackend"
 
 
@@ -150,10 +153,13 @@ class SparkCluster:
             "SPARK_LOCAL_DIRS": str(own),
             "TMPDIR": str(own),
             "PATH": environment["PATH"],
+            "JDK_JAVA_OPTIONS": " ".join(
+                [*_QUICK, *archive_options(class_archive())]
+            ),  # executors have it from workers
             **self._environment,
         }
         java = [str(Path(environment["JAVA_HOME"]) / "bin" / "java"), *_SMALL, f"-Djava.io.tmpdir={own}", *options]
-        command = [*java, "-cp", f"{_HOME / 'jars'}/*", f"org.apache.spark.deploy.{main}", *arguments]
+        command = [*java, "-cp", _class_path(), f"org.apache.spark.deploy.{main}", *arguments]
         clean = ["/usr/bin/env", "-i", *(f"{key}={value}" for key, value in settings.items() if value), *command]
         return start_child(clean, log=self.log_file(name))
 
@@ -162,6 +168,12 @@ class SparkCluster:
         while not condition():
             assert time.monotonic() < end, f"in vain waited for {what}: {self.log('master')[-2000:]}"
             time.sleep(0.1)
+
+
+def _class_path() -> str:
+    """As Spark's launcher makes it for drivers and executors: an archive of classes is good for one order of the jars."""
+    (first,) = (_HOME / "jars").glob("slf4j-api-*.jar")
+    return f"{_HOME / 'conf'}:{first}:{_HOME / 'jars'}/*"
 
 
 def freeze(process: psutil.Process) -> None:

@@ -42,6 +42,7 @@ def demo(
             f"the demo does not support --broker {broker!r}", "--broker log, kafka or kinesis", status=2
         )
     remove_settings(os.environ)
+    os.environ["PENSTOCK_TRANSFORM_JAVA_COMPILER"] = "quick"  # the full one would pay after 300,000 events
     result = uvloop.run((run_chaos if chaos else run_demo)(broker))
     (ERR if as_json else OUT).print((render_chaos if chaos else render_result)(result))
     if as_json:
