@@ -360,7 +360,8 @@ class _LaneTeller:
                 elif entry.action == RESET:
                     text = f"to be delivered again: {by} moved the offsets back"
                     moment = Moment(at=format_time(entry.at), what="reset", text=text, position=position, by=by)
-                    yield _Step(entry.at, 7, moment, *self._upstream())
+                    state, now, there = self._upstream()
+                    yield _Step(entry.at, 7, moment, state, f"after the reset: {now}", there)
                     yield from self._delivered_again(entry.at)
 
     def _delivered_again(self, since_ms: int) -> Iterator[_Step]:

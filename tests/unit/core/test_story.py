@@ -321,6 +321,7 @@ async def test_a_delivery_after_a_reset(history: History) -> None:
     await history.broker.admin.set_committed("shop.billing", "orders", {0: -1})
     told = await billing_of(history, "again")
     assert (told.state, [one.what for one in told.history]) == ("not_read", ["delivered", "reset"])
+    assert told.now.startswith("after the reset: not delivered yet")
     for _ in range(8):
         await history.write(TELEMETRY, Record(b"other", bytes(500_000), NOW + 2000))
     await history.report("expel", "shop", "delivered", 0, "billing", at_ms=int(time.time() * 1000) + 1000)
