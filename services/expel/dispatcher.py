@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import backoff
 
@@ -34,6 +34,10 @@ from services.expel.throttle import SendThrottle
 from services.expel.webhook.body import render_damaged
 
 _NOT_TRIED = "not tried: the destination's last requests failed"
+STOOD_STILL_S = 5.0
+"""Half of the time for which a silent member keeps its partitions, on every broker."""
+ASK_GROUP_S = 3.0
+"""A member that was frozen learns within this time whether it lost its partitions."""
 
 
 class Sender(Protocol):
@@ -123,7 +127,7 @@ class Dispatcher:
         self._limit = InFlightLimit(config.max_events, config.max_bytes)
         self._stopped = self._replaying = self._held = False
         self._park_reason: str | None = None
-        self._hold_until = 0.0
+        self._hold_until = self._alive_at = self._resume_at = 0.0
         self._ended = self._waits = 0
         """Attempts that ended; waits for room that began."""
         self._is_waiting = False
@@ -131,8 +135,10 @@ class Dispatcher:
 
     def open(self, membership: Membership, tasks: asyncio.TaskGroup) -> Iterable[Coroutine[Any, Any, None]]:
         self._group, self._commit_soon = tasks, membership.commit_soon
+        self._alive_at = time.monotonic()
         self._side_topics.open(tasks)
-        return () if self._pause is None else PauseFollower(self._pause, self, membership, self._metrics).start()
+        pause = () if self._pause is None else PauseFollower(self._pause, self, membership, self._metrics).start()
+        return (self._keep_alive(), *pause)
 
     def park(self, reason: str) -> None:
         """The destination is paused: from now on all events go to the parked topic, including those in flight.
@@ -315,9 +321,12 @@ class Dispatcher:
                 return None
             if self._held or self.gone.is_set():
                 return None
-            now = time.monotonic()
+            now = self._note_alive()
             due = self._queue.next_due(now, is_sending=bool(self._sending))
             if due is None:
+                return None
+            if now < self._resume_at:
+                self._queue.wake_at(max(due, self._resume_at))
                 return None
             if not self._throttle.is_blocked:
                 due = max(due, self._hold_until)
@@ -334,6 +343,21 @@ class Dispatcher:
             self._sending.add(delivery)  # not in the worker's first turn: a revoke may come before it
             return delivery
         return None
+
+    async def _keep_alive(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(STOOD_STILL_S / 5)
+            self._note_alive()
+
+    def _note_alive(self) -> float:
+        """The time (monotonic). After a freeze (stopped, swapped out) no request starts for ASK_GROUP_S: other members may have
+        delivered what is queued here. If so, the queue is emptied meanwhile.
+        """
+        now = time.monotonic()
+        if now - self._alive_at > STOOD_STILL_S:
+            self._resume_at = now + ASK_GROUP_S
+        self._alive_at = now
+        return now
 
     def _park_queued(self, reason: str) -> None:
         """Park everything that is queued and not being sent."""

@@ -300,7 +300,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=2000, help="events per second")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--broker", choices=["log", "kafka", "kinesis"], default="log", help="kinesis: with --strikes")
-    parser.add_argument("--strikes", type=int, help="instead: so many kills, freezes and partitions, several a second")
+    parser.add_argument("--strikes", type=int, help="instead: so many kills, freezes and partitions, one a second")
     parser.add_argument(
         "--fidelity", action="store_true", help="does the observer name what is lost, and nothing else?"
     )

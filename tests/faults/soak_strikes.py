@@ -1,7 +1,7 @@
 """Thousands of kills, freezes and partitions on one fleet: make soak ARGS="--strikes 2000 --broker kinesis"
 
-Two ingest, two expel and a global retrier run on one broker, without a transform. Several strikes a second: a process is
-killed and started again, or frozen for less or for more than its lease lasts; the link between expel and the receiver is
+Two ingest, two expel and a global retrier run on one broker, without a transform. About once a second a process is
+killed and started again, or frozen for less or for more than its lease lasts; or the link between expel and the receiver is
 reset or refuses, and so is the link to Kinesis; of three Kafka brokers one is killed or frozen. Then the faults end, everything
 must arrive, and the table is printed. Exit status 1 when anything was lost, altered, should not have come, or came twice
 too often.
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -38,8 +38,9 @@ from tests.support.tcp_proxy import TcpProxy, open_proxy
 
 KILLS, LINKS, BROKERS = 0.14, 0.08, 0.02
 """The share of each kind among the strikes; the others are freezes. A kill costs a start, which costs a second of CPU."""
-GAP = (0.05, 0.6)
-"""Seconds between two strikes."""
+GAP = (0.1, 1.9)
+"""Seconds between two strikes: one a second on average, so that each of the five processes has the 5 s that it may take to be
+ready again (FAULTS, row 1). Kills take longer than that on a busy machine, so strikes overlap all the same."""
 FREEZE, OUTAGE = (0.02, 1.0), (0.02, 0.8)
 """How long a process is frozen and a link refuses, in seconds."""
 LONG_FREEZE, LONG_SHARE = 13.0, 0.004
@@ -157,6 +158,14 @@ class Strikes:
             return "answer lost"
         return "moved" if worker != other else "other"
 
+    def strikes_of(self, causes: Mapping[str, int]) -> list[tuple[str, int]]:
+        """The strikes that may have had each of these effects (`cause`). The share of duplicates is the sum, over the causes, of
+        strikes a second x the time in which as many events are delivered as one strike repeats."""
+        kinds = Counter(kind for _, _, kind in self.struck)
+        links = sum(name == "link receiver" for _, name, _ in self.struck)
+        found = {"killed before the commit": kinds["kill expel"], "answer lost": links}
+        return [(cause, strikes) for cause, strikes in found.items() if causes.get(cause) and strikes]
+
     def text(self) -> str:
         """How it goes, on one line."""
         ledger = self.trial.ledger
@@ -182,7 +191,8 @@ async def _run(broker: str, wanted: int, rate: float, seed: int, folder: Path) -
         name = f"{wanted} strikes"
         opening = open_trial(name, url, folder, seed=seed, rate=rate, retry=RETRY, schedule=SCHEDULE, timeout="5s")
         trial = await stack.enter_async_context(opening)
-        trial.sink.fail, trial.sink.keeps_order, trial.sink.traces = _FAILS, False, {}
+        traces: dict[int, list[tuple[float, str]]] = {}
+        trial.sink.fail, trial.sink.keeps_order, trial.sink.traces = _FAILS, False, traces
         links["receiver"] = await stack.enter_async_context(open_proxy("127.0.0.1", _port_of(trial.sink.url)))
         trial.webhook["url"] = f"http://127.0.0.1:{links['receiver'].port}/hook"
         starting = [trial.start_ingest(f"ingest-{number}") for number in (1, 2)]
@@ -199,6 +209,10 @@ async def _run(broker: str, wanted: int, rate: float, seed: int, folder: Path) -
             await wait_until(lambda: not trial.ledger.lost(), SETTLE_S)
         causes, copies = await find_causes(run)
         print(f"of those that came twice: {causes}; {copies} second copies in the topics")
+        for cause, strikes in run.strikes_of(causes):
+            each = causes[cause] / strikes
+            window = 1000 * each * took / len(traces)
+            print(f"{cause}: {strikes} strikes, {each:.1f} each, as many as the fleet delivers in {window:.0f} ms")
         return _judge(run, took)
 
 

@@ -7,6 +7,7 @@ from structlog.testing import capture_logs
 
 from services.core import consuming
 from services.core.broker.errors import Unavailable
+from services.expel import dispatcher as dispatcher_module
 from services.expel import throttle
 from services.expel.delivery import Delivery
 from services.expel.retry_policy import Outcome, RetryLimits
@@ -145,6 +146,28 @@ async def test_dead_letters_of_a_topic_made_anew_settle_nothing() -> None:
         assert dispatcher.tracker.committable() == {}
         second.set()
         await wait_until(lambda: dispatcher.tracker.committable() == {P0: 0})
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+async def test_a_process_that_was_frozen_sends_nothing_before_its_group_can_answer(
+    monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """Broken: a process that wakes up delivers its whole queue again, which another member has delivered meanwhile."""
+    monkeypatch.setattr(dispatcher_module, "ASK_GROUP_S", 600.0 if is_lost else 0.05)
+    released = asyncio.Event()
+    records = [make_record(n) for n in range(100)]
+    async with run_lane(records, hold(released), request=RequestLimits(5, 1000)) as running:
+        await wait_until(lambda: running.sender.under_way == 2)
+        (dispatcher,) = running.dispatchers
+        dispatcher._alive_at -= 60.0
+        released.set()
+        if is_lost:
+            await wait_until(lambda: running.sender.under_way == 0)
+            await running.broker.consumers[0].revoke(P0)
+            assert len(running.sender.taken) == 10
+            assert dispatcher.in_flight == 0
+        else:
+            await wait_until(lambda: len(running.sender.taken) == 100)
 
 
 @pytest.mark.parametrize(("released", "is_drained"), [(True, True), (False, False)])
