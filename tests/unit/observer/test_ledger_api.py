@@ -145,9 +145,9 @@ async def test_nobody_without_a_token_keeps_alarms_quiet(address: str, token: st
 def test_the_command_line_shows_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: `penstock loss` fails on what the observer answers."""
     steps = [
-        {"node": "transform", "destination": None, "missing": 0, "outcomes": {}, "final": True},
-        {"node": "expel", "destination": "ops", "missing": 2, "outcomes": {}, "final": True},
-        {"node": "expel", "destination": "slow", "missing": 9, "outcomes": {}, "final": False},
+        {"node": "transform", "destination": None, "expected": 10, "missing": 0, "outcomes": {}, "final": True},
+        {"node": "expel", "destination": "ops", "expected": 10, "missing": 2, "outcomes": {}, "final": True},
+        {"node": "expel", "destination": "slow", "expected": 10, "missing": 9, "outcomes": {}, "final": False},
     ]
     minute = "2026-11-21T08:05Z"
     row = {"minute": minute, "accepted": 10, "steps": steps, "missing": 2, "waiting": 0, "loss": 0.9}
