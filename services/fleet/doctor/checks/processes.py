@@ -197,7 +197,7 @@ def _is_starting(one: Instance) -> bool:
     """Whether it was not ready in this run yet, for no longer than a first start takes. After a restart it is a fault."""
     if one.age is None or _restarts(one):
         return False
-    waits = all(part.endswith(STARTING) for part in one.reason.split("; "))
+    waits = all(part.partition(" (")[0].endswith(STARTING) for part in one.reason.split("; "))
     return one.age < (transforms.STARTING_S if waits and one.service == "transform" else YOUNG_S)
 
 

@@ -179,7 +179,7 @@ def test_a_start_is_no_fault() -> None:
 
         return [cause.check.name for cause in broken(start).causes]
 
-    assert at_age("transform", 150.0, "large: starting") == []
+    assert at_age("transform", 150.0, "large: starting (a trial run)") == []
     assert at_age("expel", 10.0, "no answer of the broker yet") == []
     assert at_age("expel", 60.0, "no answer of the broker yet") == ["processes-not-ready"]
     assert at_age("transform", 60.0, "large: no such checkpoint") == ["checkpoint"]
