@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,14 @@ import pyarrow as pa
 from pydantic import Field
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
-from pyspark.sql.types import StructType
+from pyspark.sql.types import ArrayType, DataType, StructType
 
 from services.core.broker.record import Batch, Record
 from services.core.event import ID
 from services.core.jvm.jars import JarsUnavailable
 from services.core.jvm.java import JavaNotFound
 from services.core.lifecycle import configure_logs, report_bad_configuration
-from services.core.sample import PHASE, SampleRecord, TrialResult
+from services.core.sample import PHASE, SampleRecord, TrialResult, UndeclaredField
 from services.core.settings import load_settings
 from services.core.topic_names import dead_letter_topic, output_topic
 from services.core.yaml_source import BadConfiguration
@@ -142,14 +143,59 @@ def try_pipe(session: SparkSession, settings: TrialSettings, chosen: SelectedPip
             TransformHandler(query).process(_to_raw(session, kept), 0)
         except TransformBroken as error:
             broken = str(error)
+    outputs = broker.written.get(output_topic(one.pipe), [])
+    columns = {stream: view.columns for stream, view in one.views.items() if view.columns is not None}
     return TrialResult(
-        broker.written.get(output_topic(one.pipe), []),
+        outputs,
         broker.written.get(dead_letter_topic(one.pipe), []),
         [record.place for record in duplicates],
         broken,
         one.out.carries_events,
         one.row_by_row,
+        find_undeclared(sample, outputs, columns) if one.out.carries_events else [],
     )
+
+
+def find_undeclared(
+    sample: Sequence[SampleRecord], outputs: Sequence[Record], columns: Mapping[str, StructType]
+) -> list[UndeclaredField]:
+    """The fields of payloads that no column declares, and that are in no output under that name. columns: by stream."""
+    kept = {path.rpartition(".")[2].removesuffix("[]") for record in outputs for path in _paths(_parse(record), None)}
+    found: Counter[tuple[str, str]] = Counter()
+    for one in sample if outputs else ():
+        if one.topic in columns:
+            paths = dict.fromkeys(_paths(_parse(one.record), columns[one.topic]))  # once for each event
+            found.update((one.topic, path) for path in paths)
+    of = Counter(one.topic for one in sample)
+    return [
+        UndeclaredField(stream, path, events, of[stream])
+        for (stream, path), events in found.items()
+        if path.rpartition(".")[2] not in kept
+    ]
+
+
+def _parse(record: Record) -> Any:
+    try:
+        return msgspec.json.decode(record.value or b"")
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _paths(value: Any, declared: DataType | None, path: str = "") -> Iterator[str]:
+    """The outermost fields that the type does not declare; without a type all fields, also the inner ones."""
+    if isinstance(value, list):
+        inner = declared.elementType if isinstance(declared, ArrayType) else None
+        if declared is None or inner is not None:
+            for item in value:
+                yield from _paths(item, inner, f"{path}[]")
+    elif isinstance(value, dict) and (declared is None or isinstance(declared, StructType)):
+        types = None if declared is None else {field.name: field.dataType for field in declared.fields}
+        for name, item in value.items():
+            below = f"{path}.{name}" if path else name
+            if types is None or name not in types:
+                yield below
+            if types is None or name in types:
+                yield from _paths(item, None if types is None else types[name], below)
 
 
 def _split_duplicates(sample: Sequence[SampleRecord]) -> tuple[list[SampleRecord], list[SampleRecord]]:

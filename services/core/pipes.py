@@ -89,8 +89,8 @@ class Stream(StrictModel):
         None,
         max_length=20_000,
         description="The payload's columns for transforms, as Spark DDL. A payload that does not fit goes to the pipe's dead "
-        "letters. Fields that are not declared here are no columns: a transform reads them from `value`, and a result made of "
-        "columns does not have them.",
+        "letters: 19.999 does not fit DECIMAL(12,2). A DECIMAL also takes a number in a JSON text. Fields that are not declared "
+        "here are no columns: a transform reads them from `value`, and a result made of columns does not have them.",
         examples=["carrier STRING, dep_delay INT"],
     )
 

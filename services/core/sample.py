@@ -64,13 +64,26 @@ class Sample(msgspec.Struct, frozen=True):
     absent: list[AbsentField] = []
 
 
+class UndeclaredField(msgspec.Struct, frozen=True):
+    """A field that `events` of the `of` payloads of a stream have, no column declares, and no result has.
+
+    field: its path, e.g. `items[].sku`.
+    """
+
+    stream: str
+    field: str
+    events: int
+    of: int
+
+
 class TrialResult(msgspec.Struct, frozen=True):
     """The result of a transform on a sample.
 
     outputs: the records of its output. dead: its dead letters, as records. duplicates: places of the events that
     `deduplicate_within` drops. broken: why no event is a dead letter although the transform fails; empty when it works.
     keeps_events: whether outputs are events of the sample, rather than new ones. row_by_row: whether each result comes from one
-    event. problems: mistakes in the pipe file, or failed: why Spark did not run; then all else is empty.
+    event. undeclared: fields that got lost; empty where outputs are new events. problems: mistakes in the pipe file, or failed:
+    why Spark did not run; then all else is empty.
     """
 
     outputs: list[Record] = []
@@ -79,5 +92,6 @@ class TrialResult(msgspec.Struct, frozen=True):
     broken: str = ""
     keeps_events: bool = True
     row_by_row: bool = True
+    undeclared: list[UndeclaredField] = []
     problems: list[Problem] = []
     failed: str = ""

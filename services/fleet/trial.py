@@ -200,6 +200,7 @@ class Trial:
             "late": [{"from": place, "behind_ms": behind} for place, behind in self.late.items()],
             "repeated_ids": list(self.repeated),
             "absent_fields": [msgspec.structs.asdict(one) for one in self.absent],
+            "undeclared_fields": [msgspec.structs.asdict(one) for one in self.result.undeclared],
         }
 
 

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from datetime import datetime
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, InvalidOperation, localcontext
 from itertools import islice
 from typing import Any
 
@@ -36,6 +36,9 @@ from services.core.masking import mask_text
 SHOWN_VALUE = 40
 """The most characters of a value that a detail shows."""
 _ENOUGH = 100
+_SEEN_DIGITS = 38
+"""Of a DECIMAL: digits behind these are rounded away (`view.with_decimals`)."""
+_EXACT_DIGITS = 2 * _SEEN_DIGITS
 _TIMES = (DateType, TimestampType, TimestampNTZType)
 _BITS: dict[type[DataType], int] = {ByteType: 8, ShortType: 16, IntegerType: 32, LongType: 64}
 _PLAIN = re.compile(r"\w+", re.ASCII)
@@ -122,7 +125,11 @@ def _fits_decimal(text: str, kind: DecimalType) -> bool:
         number = Decimal(text.strip())
     except InvalidOperation:
         return False
-    return number.is_finite() and (not number or number.adjusted() < kind.precision - kind.scale)
+    if not number.is_finite() or (number and number.adjusted() >= kind.precision - kind.scale):
+        return False
+    with localcontext(prec=_EXACT_DIGITS):
+        seen = number.quantize(Decimal(1).scaleb(kind.precision - kind.scale - _SEEN_DIGITS))
+        return seen == number.quantize(Decimal(1).scaleb(-kind.scale))
 
 
 def _is_time(text: str) -> bool:

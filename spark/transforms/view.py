@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
-from pyspark.sql.types import StringType, StructField, StructType
+from pyspark.sql.types import ArrayType, DataType, DecimalType, MapType, StringType, StructField, StructType
 
 from services.core import event as names
 from spark.records import EVENT, EVENT_TIME, HEADERS, RAW_NAMES, READ, VALUE
@@ -25,6 +25,8 @@ _ID = "_penstock_id"
 _PARSED = "_penstock_parsed"
 _CORRUPT = "_penstock_corrupt"
 _JSON = {"columnNameOfCorruptRecord": _CORRUPT, "mode": "PERMISSIVE", "allowNonNumericNumbers": "false"}
+_MOST_DIGITS = 38
+"""Of a DECIMAL in Spark."""
 _LATEST_MS = 253_402_300_799_999  # the end of the year 9999
 
 
@@ -94,8 +96,45 @@ class SourceView:
 
 
 def _nullable(columns: StructType) -> StructType:
-    fields = [StructField(field.name, field.dataType, True) for field in columns.fields]
+    """The type of what is parsed. All is nullable there, as Spark makes it."""
+    fields = [StructField(field.name, with_decimals(field.dataType, widened=True), True) for field in columns.fields]
     return StructType([*fields, StructField(_CORRUPT, StringType())])
+
+
+def with_decimals(kind: DataType, *, widened: bool) -> DataType:
+    """The type, nullable inside. widened: DECIMALs have all their digits behind the point, and as many before it as declared.
+
+    Spark rounds a number to the declared digits without a word, so it is parsed with more of them, and compared with itself.
+    """
+    match kind:
+        case DecimalType() if widened:
+            return DecimalType(_MOST_DIGITS, _MOST_DIGITS - kind.precision + kind.scale)
+        case StructType():
+            fields = (StructField(one.name, with_decimals(one.dataType, widened=widened)) for one in kind.fields)
+            return StructType(list(fields))
+        case ArrayType():
+            return ArrayType(with_decimals(kind.elementType, widened=widened))
+        case MapType():
+            return MapType(kind.keyType, with_decimals(kind.valueType, widened=widened))
+        case _:
+            return kind
+
+
+def _as_declared(field: StructField) -> Column:
+    """The column as it was declared, of a parsed payload."""
+    declared, parsed = with_decimals(field.dataType, widened=False), f.col(_PARSED)[field.name]
+    return parsed if declared == with_decimals(field.dataType, widened=True) else parsed.try_cast(declared)
+
+
+def _is_rounded(field: StructField) -> Column | None:
+    """Whether a number of this column has more digits behind the point than declared; None: it has no DECIMAL."""
+    widened = with_decimals(field.dataType, widened=True)
+    if widened == with_decimals(field.dataType, widened=False):
+        return None
+    parsed, back = f.col(_PARSED)[field.name], _as_declared(field).cast(widened)
+    if "map<" in field.dataType.simpleString():  # Spark compares no maps
+        return f.to_json(f.struct(parsed.alias("x"))) != f.to_json(f.struct(back.alias("x")))
+    return ~parsed.eqNullSafe(back)
 
 
 def _checks(columns: StructType | None) -> list[Check]:
@@ -114,6 +153,8 @@ def _checks(columns: StructType | None) -> list[Check]:
     parsed = f.col(_PARSED)
     unfit = parsed.isNull() | parsed[_CORRUPT].isNotNull()
     checks += [Check(~is_object, SCHEMA_MISMATCH), Check(unfit, SCHEMA_MISMATCH)]
+    rounded = (found for field in columns.fields if (found := _is_rounded(field)) is not None)
+    checks += [Check(found, SCHEMA_MISMATCH) for found in rounded]
     return checks + [
         Check(parsed[field.name].isNull(), SCHEMA_MISMATCH) for field in columns.fields if not field.nullable
     ]
@@ -124,8 +165,8 @@ def _has_braces(text: Column) -> Column:
 
 
 def _seen_columns(columns: StructType | None, *, stamped: bool) -> list[Column]:
-    declared = [] if columns is None else columns.fieldNames()
-    payload = [] if VALUE in [name.lower() for name in declared] else [f.col(_TEXT).alias(VALUE)]
+    declared = [] if columns is None else columns.fields
+    payload = [] if VALUE in [field.name.lower() for field in declared] else [f.col(_TEXT).alias(VALUE)]
     event = f.struct(
         f.col(_ID).cast("string").alias("id"),
         f.col("key"),
@@ -139,7 +180,7 @@ def _seen_columns(columns: StructType | None, *, stamped: bool) -> list[Column]:
         f.col("offset"),
         *([f.col(READ_AT).alias(READ)] if stamped else []),
     )
-    return [event.alias(EVENT), *payload, *[f.col(_PARSED)[name].alias(name) for name in declared]]
+    return [event.alias(EVENT), *payload, *[_as_declared(field).alias(field.name) for field in declared]]
 
 
 def event_time() -> Column:

@@ -30,6 +30,9 @@ COLUMNS = (
     .add("tags", t.ArrayType(t.StringType()))
     .add("street2", t.StructType().add("zip", t.IntegerType()).add("lines", t.ArrayType(LINE)))
     .add("prices", t.MapType(t.StringType(), t.IntegerType()))
+    .add("sums", t.ArrayType(t.StructType().add("net", t.DecimalType(4, 2))))
+    .add("rates", t.MapType(t.StringType(), t.DecimalType(5, 2)))
+    .add("huge", t.DecimalType(38, 20))
     .add("odd name", t.IntegerType())
     .add("id", t.StringType(), nullable=False)
 )
@@ -41,6 +44,11 @@ MISMATCHES: list[tuple[dict[str, Any], str]] = [
     ({"total": True}, "field total: expected BIGINT, found true"),
     ({"price": 12345.5}, "field price: expected DECIMAL(5,2), found the number 12345.5"),
     ({"price": "cheap"}, "field price: expected DECIMAL(5,2), found the text 'cheap'"),
+    ({"price": 999.994}, "field price: expected DECIMAL(5,2), found the number 999.994"),
+    ({"price": "1.505"}, "field price: expected DECIMAL(5,2), found the text '1.505'"),
+    ({"price": 999.999}, "field price: expected DECIMAL(5,2), found the number 999.999"),
+    ({"sums": [{"net": 1.5}, {"net": 1e-9}]}, "field sums[1].net: expected DECIMAL(4,2), found the number 1e-09"),
+    ({"rates": {"EUR": 1.25, "USD": 1.055}}, "field rates['USD']: expected DECIMAL(5,2), found the number 1.055"),
     ({"ratio": "0.5"}, "field ratio: expected DOUBLE, found the text '0.5'"),
     ({"paid": 0}, "field paid: expected BOOLEAN, found the number 0"),
     ({"at": "soon"}, "field at: expected TIMESTAMP, found the text 'soon'"),
@@ -56,7 +64,13 @@ MISMATCHES: list[tuple[dict[str, Any], str]] = [
     ({"id": None}, "field id: expected STRING NOT NULL, found null"),
 ]
 FITTING: list[dict[str, Any]] = [
-    {"tiny": 255, "qty": 0, "total": 9223372036854775807, "price": 999.994, "ratio": 1, "paid": False},
+    {"tiny": 255, "qty": 0, "total": 9223372036854775807, "price": 999.990, "ratio": 1, "paid": False},
+    {
+        "price": "001.500",
+        "sums": [{"net": 1.50}, {"net": None}],
+        "rates": {"EUR": 1e1},
+        "huge": 1.2345678901234567890123,
+    },
     {"price": "1.50", "ratio": 1e300, "at": "2026-11-22T08:00:00Z", "day": "2026-11-22", "raw": "aGk="},
     {"tags": ["a", 1, {}], "street2": {"zip": None, "lines": [None, {"n": 1}]}, "prices": {"a": None}, "odd name": 1},
     {"qty": None, "unknown": "x", "id": 5},

@@ -1,5 +1,6 @@
 """`penstock try` with Spark: outputs and dead letters are those of a running pipe, and nothing is stored."""
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from pyspark.sql import SparkSession
 from services.core.aws_emulator import CREDENTIALS, REGION
 from services.core.dead_letter import DETAIL, REASON, SOURCE
 from services.core.event import read_id
-from services.core.sample import SampleRecord, TrialResult
+from services.core.sample import SampleRecord, TrialResult, UndeclaredField
 from services.core.yaml_source import BadConfiguration
 from services.fleet.trial import run_transform
 from spark.jobs.culprits import ALL_FAILED
@@ -35,7 +36,7 @@ def try_it(spark: SparkSession, pipeline: LogPipeline, tmp_path: Path) -> Try:
         ]
         (tmp_path / "sample").write_bytes(msgspec.msgpack.encode(records))
         settings = TrialSettings(pipes=tmp_path / "pipes.yaml", data=tmp_path / "data", sample=tmp_path / "sample")
-        return try_pipe(spark, settings, pipeline.pipe(columns="n INT", **pipe), 1_000_000)  # type: ignore[arg-type]
+        return try_pipe(spark, settings, pipeline.pipe(**{"columns": "n INT", **pipe}), 1_000_000)  # type: ignore[arg-type]
 
     return run
 
@@ -53,6 +54,34 @@ def test_results_are_those_of_a_running_pipe(try_it: Try, pipeline: LogPipeline)
     assert [reason for _, reason, _ in live] == [b"transform_error", b"schema_mismatch", b"bad_record"]
     assert {one.header(SOURCE) for one in result.dead} == {b"s:1:1", b"s:0:2", b"s:0:4"}
     assert (result.keeps_events, result.row_by_row, result.broken) == (True, True, "")
+
+
+def test_fields_that_get_lost_are_named(try_it: Try) -> None:
+    """If this fails, a receiver lacks what the sender sent, and nobody learns it before the receiver notices."""
+    payloads = [b'{"n": 1, "items": [{"sku": "a", "qty": 2}], "note": {"by": 1}}', b'{"n": 2, "N": 3}', b"[]"]
+    columns = "n INT, items ARRAY<STRUCT<sku: STRING>>"
+    lost = try_it(payloads, sql="SELECT event, n, items FROM s", columns=columns).undeclared
+    assert lost == [UndeclaredField("s", name, 1, 3) for name in ("items[].qty", "note", "N")]
+    assert not try_it(payloads, sql="SELECT event, value FROM s", columns=columns).undeclared
+    named = try_it(
+        payloads, sql="SELECT event, n, items, get_json_object(value, '$.note') AS note FROM s", columns=columns
+    ).undeclared
+    assert [one.field for one in named] == ["items[].qty", "N"]
+
+
+def test_the_page_keeps_the_rest(try_it: Try) -> None:
+    """If this fails, the page's way to add a field loses another one, or fails on an event that has the field already."""
+    page = (Path(__file__).parents[2] / "docs" / "transforms.md").read_text().partition("### Keep the rest")[2]
+    sql = page.partition("```sql\n")[2].partition("```")[0].replace("FROM orders", "FROM s")
+    shown = re.findall(r'`({"id".*?})`', page)[:2]
+    payloads = [shown[0], '{"amount": 100, "vat": 1, "time": null}', '{"amount": 99}']
+    result = try_it([one.encode() for one in payloads], sql=sql, columns="amount DOUBLE")
+    assert [(one.value or b"").decode() for one in result.outputs] == [
+        shown[1],
+        '{"amount":100,"time":null,"vat":19.0,"checked":true}',
+    ]
+    assert not result.dead
+    assert not result.undeclared
 
 
 def test_results_over_several_events(try_it: Try) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.core.pipes import Pipe, PipeFile, load_pipes
-from services.core.sample import AbsentField, RefusedEvent, SampleRecord
+from services.core.sample import AbsentField, RefusedEvent, SampleRecord, UndeclaredField
 from services.core.times import format_time
 from services.core.units import format_count, format_duration
 from services.core.yaml_source import BadConfiguration
@@ -34,6 +34,7 @@ from services.fleet.verbs.pipes import PipeFilePath
 
 SHOWN = 20
 SHOWN_PAYLOAD = 1000
+SHOWN_FIELDS = 8
 
 FromFile = Annotated[
     list[str] | None,
@@ -193,6 +194,8 @@ def _warnings(trial: Trial, pipe: Pipe) -> Iterator[str]:
     """Everything else that a person should know of the result."""
     result = trial.result
     yield from map(_absent, trial.absent)
+    if result.undeclared:
+        yield from _undeclared(result.undeclared)
     if result.broken:
         yield f"the transform is broken: {result.broken}. Live, its query stops, and no event is a dead letter"
     if trial.repeated:
@@ -231,6 +234,18 @@ def _absent(one: AbsentField) -> str:
         return f"{one.stream} has no time field in the pipe file: its events get the time of this trial. Try: --from-stream"
     events = f"{one.events} of {format_count(one.of, 'event')} of {one.stream}"
     return f"no field {plain(one.field)} for the {one.use} in {events}: {_INSTEAD[one.use]}"
+
+
+def _undeclared(found: Sequence[UndeclaredField]) -> Iterator[str]:
+    """A line for each stream."""
+    for stream in dict.fromkeys(one.stream for one in found):
+        fields = [one for one in found if one.stream == stream]
+        shown = ", ".join(f"{plain(one.field, 100)} ({one.events} of {one.of})" for one in fields[:SHOWN_FIELDS])
+        rest = f" and {len(fields) - SHOWN_FIELDS} more" if len(fields) > SHOWN_FIELDS else ""
+        yield (
+            f"fields of {stream} that no column declares, and no result has: {shown}{rest}. "
+            "Try: declare them in `columns`, or keep the rest of the payload (docs/transforms.md#keep-the-rest)"
+        )
 
 
 def _places(found: Sequence[str]) -> str:
