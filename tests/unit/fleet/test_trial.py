@@ -14,7 +14,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.event import ARRIVAL, ID, OUTPUTS
 from services.core.pipes import PipeFile, load_pipes
-from services.core.sample import AbsentField, SampleEvent, SampleRecord, TrialResult
+from services.core.sample import AbsentField, SampleEvent, SampleRecord, TrialResult, UndeclaredField
 from services.core.times import format_time
 from services.fleet import trial
 from services.fleet.problem import CommandFailed
@@ -81,6 +81,17 @@ def test_absent_fields_are_named(pipes: PipeFile) -> None:
         notes[-1] == "u has no time field in the pipe file: its events get the time of this trial. Try: --from-stream"
     )
     assert [one.stream for one in plain.absent] == ["s", "s", "s"]
+
+
+def test_fields_that_get_lost_are_named(pipes: PipeFile) -> None:
+    """Broken: a person does not learn that receivers lack a field of the sample, or reads the names of a thousand fields."""
+    lost = [UndeclaredField("s", f"f{number}", 2, 3) for number in range(10)] + [UndeclaredField("u", "a[].b", 1, 1)]
+    found = trial.sum_up("one", pipes.pipes["one"], [], [], TrialResult(undeclared=lost))
+    assert found.as_json()["undeclared_fields"][-1] == {"stream": "u", "field": "a[].b", "events": 1, "of": 1}
+    first, second = _warnings(found, pipes.pipes["one"])
+    assert first.startswith("fields of s that no column declares, and no result has: f0 (2 of 3), f1 (2 of 3), ")
+    assert ", f7 (2 of 3) and 2 more. Try: declare them in `columns`, or keep the rest" in first
+    assert "of u that no column declares, and no result has: a[].b (1 of 1). Try" in second
 
 
 def test_what_became_of_each_event_is_counted(pipes: PipeFile) -> None:
