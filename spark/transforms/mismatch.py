@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from datetime import datetime
-from decimal import Decimal, InvalidOperation, localcontext
+from decimal import ROUND_HALF_UP, Decimal, InvalidOperation, localcontext
 from itertools import islice
 from typing import Any
 
@@ -26,6 +26,7 @@ from pyspark.sql.types import (
     LongType,
     MapType,
     ShortType,
+    StructField,
     StructType,
     TimestampNTZType,
     TimestampType,
@@ -36,9 +37,12 @@ from services.core.masking import mask_text
 SHOWN_VALUE = 40
 """The most characters of a value that a detail shows."""
 _ENOUGH = 100
-_SEEN_DIGITS = 38
-"""Of a DECIMAL: digits behind these are rounded away (`view.with_decimals`)."""
-_EXACT_DIGITS = 2 * _SEEN_DIGITS
+_EXACT_DIGITS = 76
+_MOST_DIGITS = 38
+"""Of a DECIMAL in Spark."""
+_MORE_DIGITS = 6
+"""Behind the declared digits of a DECIMAL: so many are looked at. Later ones are the noise of senders that compute with floats.
+And up to DECIMAL(12,…) what is parsed stays in a machine word."""
 _TIMES = (DateType, TimestampType, TimestampNTZType)
 _BITS: dict[type[DataType], int] = {ByteType: 8, ShortType: 16, IntegerType: 32, LongType: 64}
 _PLAIN = re.compile(r"\w+", re.ASCII)
@@ -47,6 +51,26 @@ _WHOLE = re.compile(r"-?\d{1,19}")
 
 class _Number(str):
     """A number as it is written in the payload."""
+
+
+def with_decimals(kind: DataType, *, widened: bool) -> DataType:
+    """The type, nullable inside. widened: DECIMALs have more digits behind the point, and as many before it as declared.
+
+    Spark rounds a number to the declared digits without a word, so it is parsed with more of them, and compared with itself.
+    """
+    match kind:
+        case DecimalType() if widened:
+            seen = min(kind.precision + _MORE_DIGITS, _MOST_DIGITS)
+            return DecimalType(seen, seen - kind.precision + kind.scale)
+        case StructType():
+            fields = (StructField(one.name, with_decimals(one.dataType, widened=widened)) for one in kind.fields)
+            return StructType(list(fields))
+        case ArrayType():
+            return ArrayType(with_decimals(kind.elementType, widened=widened))
+        case MapType():
+            return MapType(kind.keyType, with_decimals(kind.valueType, widened=widened))
+        case _:
+            return kind
 
 
 def explain_mismatch(payload: bytes, columns: StructType) -> str:
@@ -127,9 +151,11 @@ def _fits_decimal(text: str, kind: DecimalType) -> bool:
         return False
     if not number.is_finite() or (number and number.adjusted() >= kind.precision - kind.scale):
         return False
+    widened = with_decimals(kind, widened=True)
+    assert isinstance(widened, DecimalType)
     with localcontext(prec=_EXACT_DIGITS):
-        seen = number.quantize(Decimal(1).scaleb(kind.precision - kind.scale - _SEEN_DIGITS))
-        return seen == number.quantize(Decimal(1).scaleb(-kind.scale))
+        seen = number.quantize(Decimal(1).scaleb(-widened.scale), ROUND_HALF_UP)
+        return seen == seen.quantize(Decimal(1).scaleb(-kind.scale), ROUND_HALF_UP)
 
 
 def _is_time(text: str) -> bool:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
-from pyspark.sql.types import ArrayType, DataType, DecimalType, MapType, StringType, StructField, StructType
+from pyspark.sql.types import StringType, StructField, StructType
 
 from services.core import event as names
 from spark.records import EVENT, EVENT_TIME, HEADERS, RAW_NAMES, READ, VALUE
-from spark.transforms.mismatch import explain_mismatch
+from spark.transforms.mismatch import explain_mismatch, with_decimals
 
 FAILED_CHECK = "_penstock_failed_check"
 """Column: null for an event, else the number of the check that the record fails."""
@@ -25,8 +25,6 @@ _ID = "_penstock_id"
 _PARSED = "_penstock_parsed"
 _CORRUPT = "_penstock_corrupt"
 _JSON = {"columnNameOfCorruptRecord": _CORRUPT, "mode": "PERMISSIVE", "allowNonNumericNumbers": "false"}
-_MOST_DIGITS = 38
-"""Of a DECIMAL in Spark."""
 _LATEST_MS = 253_402_300_799_999  # the end of the year 9999
 
 
@@ -99,25 +97,6 @@ def _nullable(columns: StructType) -> StructType:
     """The type of what is parsed. All is nullable there, as Spark makes it."""
     fields = [StructField(field.name, with_decimals(field.dataType, widened=True), True) for field in columns.fields]
     return StructType([*fields, StructField(_CORRUPT, StringType())])
-
-
-def with_decimals(kind: DataType, *, widened: bool) -> DataType:
-    """The type, nullable inside. widened: DECIMALs have all their digits behind the point, and as many before it as declared.
-
-    Spark rounds a number to the declared digits without a word, so it is parsed with more of them, and compared with itself.
-    """
-    match kind:
-        case DecimalType() if widened:
-            return DecimalType(_MOST_DIGITS, _MOST_DIGITS - kind.precision + kind.scale)
-        case StructType():
-            fields = (StructField(one.name, with_decimals(one.dataType, widened=widened)) for one in kind.fields)
-            return StructType(list(fields))
-        case ArrayType():
-            return ArrayType(with_decimals(kind.elementType, widened=widened))
-        case MapType():
-            return MapType(kind.keyType, with_decimals(kind.valueType, widened=widened))
-        case _:
-            return kind
 
 
 def _as_declared(field: StructField) -> Column:
