@@ -25,9 +25,10 @@ from spark.session import class_archive
 
 READY_S = 240.0
 _HOME = Path(pyspark.__file__).parent
-_SMALL = ("-Xmx96m", NO_PERF_FILE)
-_QUICK = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
-"""Of all processes: in an executor of a test the full compiler costs as much as all else."""
+_SMALL = ("-Xmx96m", "-XX:+UseSerialGC", NO_PERF_FILE)
+_QUICK = "-XX:TieredStopAtLevel=1"
+"""Of all processes: in an executor of a test the full compiler costs as much as all else. (With Java's serial collector executors
+would not start: Spark finds their heap too small.)"""
 _EXECUTOR = "org.apache.spark.executor.CoarseGrainedExecutorBackend"
 
 
@@ -153,9 +154,7 @@ class SparkCluster:
             "SPARK_LOCAL_DIRS": str(own),
             "TMPDIR": str(own),
             "PATH": environment["PATH"],
-            "JDK_JAVA_OPTIONS": " ".join(
-                [*_QUICK, *archive_options(class_archive())]
-            ),  # executors have it from workers
+            "JDK_JAVA_OPTIONS": " ".join([_QUICK, *archive_options(class_archive())]),  # executors have it from workers
             **self._environment,
         }
         java = [str(Path(environment["JAVA_HOME"]) / "bin" / "java"), *_SMALL, f"-Djava.io.tmpdir={own}", *options]
