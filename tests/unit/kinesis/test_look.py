@@ -10,10 +10,12 @@ from botocore.exceptions import ClientError
 
 from services.core.broker.contract import Lag, PartitionRange
 from services.core.broker.errors import OffsetOutOfRange, Unavailable
+from services.core.broker.kinesis.leases import Lease, StartPosition
 from services.core.broker.kinesis.record_format import FRAME_MAGIC, offset_of
 from services.core.broker.kinesis.shard_lookup import (
     KnownEnds,
     count_lag,
+    lag_of,
     next_at_least,
     offset_at,
     read_at,
@@ -69,6 +71,21 @@ async def test_looking_at_a_busy_shard_ends() -> None:
     shard.per_read = 1
     shard.grows = True
     assert (await count_lag(shard.source(), None, 100)).records <= 3
+
+
+async def test_a_group_is_not_behind_in_what_was_stored_before_it_began() -> None:
+    """If it fails, a destination with the start "latest" shows lag that nobody will ever read, until its first event."""
+    shard = FakeShard()
+    shard.put([1])
+    shard.now_ms += 5_000
+    row = Lease("s", 0, start=StartPosition("arrival", shard.now_ms))
+    assert (await lag_of(shard.source(), row, 100)).records == 0
+    assert (await lag_of(shard.source(), None, 100)).records == 1
+    shard.put([2])
+    second = shard.put([3])
+    assert (await lag_of(shard.source(), row, 100)).records == 2
+    assert (await lag_of(shard.source(), row._replace(committed=offset_of(second)), 100)).records == 0
+    assert await lag_of(shard.source(), row._replace(is_done=True), 100) == Lag(0, 0)
 
 
 @pytest.mark.parametrize("code", ["InternalFailure", "ProvisionedThroughputExceededException"])

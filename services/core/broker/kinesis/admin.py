@@ -16,7 +16,7 @@ from services.core.broker.kinesis.leases import Lease, LeaseExpiry, LeaseTable, 
 from services.core.broker.kinesis.pace import ReadPace
 from services.core.broker.kinesis.shard_lookup import (
     KnownEnds,
-    count_lag,
+    lag_of,
     next_at_least,
     offset_at,
     offset_from,
@@ -258,7 +258,7 @@ class KinesisAdmin:
         """Nothing to check: Kinesis stores every record in three zones for its retention, whatever the settings."""
 
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
-        """As in the contract, per shard. A shard without a commit counts from its oldest record, a finished one as 0."""
+        """As in the contract, per shard. A shard that the group has not begun counts from its oldest record."""
         member = KinesisMemberBackend(self._shared, group)
         stream = await member.describe(topic)
         rows = await member.table.rows() if await member.table.exists() else {}
@@ -266,10 +266,7 @@ class KinesisAdmin:
         now = time.time_ns() // 1_000_000
 
         async def measure(source: ShardSource) -> Lag:
-            row = mine.get(source.shard)
-            if row is not None and row.is_done:
-                return Lag(0, 0)
-            return await count_lag(source, None if row is None else row.committed, now)
+            return await lag_of(source, mine.get(source.shard), now)
 
         return await self._per_shard(topic, measure)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from services.core.backoff import Backoff
 from services.core.broker.contract import MAX_POLL_BYTES, Lag, PartitionRange, Start
 from services.core.broker.errors import OffsetOutOfRange, Throttled, Unavailable
-from services.core.broker.kinesis.leases import StartPosition
+from services.core.broker.kinesis.leases import Lease, StartPosition
 from services.core.broker.kinesis.prefetch import Backlog
 from services.core.broker.kinesis.record_format import RawRecord, StoredEntry, offset_of, parse_entry, split_offset
 from services.core.broker.kinesis.shard_source import (
@@ -182,6 +182,17 @@ async def offset_from(source: ShardSource, start: StartPosition) -> int | None:
         return await offset_at(source, datetime.fromtimestamp(start.value / 1000, UTC))
     first = await _first(source, at_time(start.value))
     return (await stored_range(source)).end if first is None else offset_of(first["SequenceNumber"])
+
+
+async def lag_of(source: ShardSource, row: Lease | None, now_ms: int) -> Lag:
+    """A group's lag in a shard. Without a commit it counts from where the group begins; without a row from the oldest record."""
+    if row is not None and row.is_done:
+        return Lag(0, 0)
+    committed = None if row is None else row.committed
+    if row is not None and committed is None:
+        begin = await offset_from(source, row.start)
+        committed = None if begin is None else begin - 1
+    return await count_lag(source, committed, now_ms)
 
 
 async def count_lag(source: ShardSource, committed: int | None, now_ms: int) -> Lag:
