@@ -422,18 +422,6 @@ PATCHES = (
         needs=frozenset({"readers", "kinesis", "split"}),
     ),
     Patch(
-        "mark-of-another-life",
-        "on Kinesis, a mark that this ownership never returned is committed",
-        (
-            Change(
-                "services/core/broker/kinesis/leases.py",
-                "if arrived is None or not await self.write(lambda row: self._progressed(_committed(row, offset, arrived))):",
-                "if not await self.write(lambda row: self._progressed(_committed(row, offset, arrived or 0))):",
-            ),
-        ),
-        needs=frozenset({"readers", "kinesis"}),
-    ),
-    Patch(
         "anew-at-latest",
         "on Kinesis, a group with the start latest skips what arrived in a stream made anew before it noticed",
         (

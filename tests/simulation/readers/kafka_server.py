@@ -459,6 +459,7 @@ class Connection:
     def __init__(self, server: Server, node: int, client: str, timeout: float, on_close: Any) -> None:
         self._server, self._node, self._client, self._timeout, self._on_close = server, node, client, timeout, on_close
         self._is_open = True
+        self._arrival = 0.0
 
     def connected(self) -> bool:
         """As there."""
@@ -485,8 +486,11 @@ class Connection:
         is_broken = rng.random() < link.breaks or link.is_unreachable
         answer = server.machine.create_future()
         if not is_broken or rng.random() < 0.5:
-            delay = rng.choice((0.0, 0.001, 0.005))
-            server.machine.call_later(delay, server.arrive, answer, self._node, self._client, request, context=WORLD)
+            # Requests of one connection arrive in order.
+            self._arrival = max(self._arrival, server.machine.time() + rng.choice((0.0, 0.001, 0.005)))
+            server.machine.call_at(
+                self._arrival, server.arrive, answer, self._node, self._client, request, context=WORLD
+            )
         if is_broken:
             await asyncio.sleep(rng.choice((0.001, 0.3)))
             self.close(CloseReason.CONNECTION_BROKEN)

@@ -97,6 +97,9 @@ class KinesisWorld(World):
         stream = self.service.streams[topic]
         self.oracle.lose(self.oracle.of(topic, stream.made))
         self.service.create(topic, stream.partitions)
+        # Until a member asks for the incarnation again, it reads shards of the new stream under leases of the old one.
+        made = self.service.streams[topic].made
+        self.oracle.unordered |= {(topic, made, line) for line in range(stream.partitions)}
         for _ in range(self.rng.randrange(4)):
             self.write(topic)
 
