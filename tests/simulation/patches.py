@@ -244,10 +244,22 @@ PATCHES = (
             Change(
                 "services/core/broker/kafka/positions.py",
                 "    cuts = await find_cuts(cluster, read)\n",
-                "    cuts: dict[TopicPartition, int | None] = {}\n",
+                "    cuts: dict[TopicPartition, Any] = {}\n",
             ),
         ),
         needs=frozenset({"readers", "kafka", "away: unclean"}),
+    ),
+    Patch(
+        "cut-without-epoch",
+        "on Kafka, a second cut of a log is not noticed, when nothing was read after the first",
+        (
+            Change(
+                "services/core/broker/kafka/positions.py",
+                "known = None if cut is None or cut.offset < first[source] else cut.epoch",
+                "known = None",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "unclean"}),
     ),
     Patch(
         "cut-in-reading",

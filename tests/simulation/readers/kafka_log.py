@@ -103,13 +103,12 @@ class Log:
         """One behind the last offset that a reader of committed records gets."""
         return min([self.high_water, *self.open.values()])
 
-    def epoch_end(self, epoch: int) -> int:
-        """Where the records of this epoch end; -1 when it knows none that high."""
+    def epoch_end(self, epoch: int) -> tuple[int, int]:
+        """(the newest epoch that is not newer, where its records end); (-1, -1) when it knows none that high."""
         if epoch > self.epoch:
-            return -1
-        if epoch == self.epoch:
-            return self.end
-        return next((first for number, first in self.epochs if number > epoch), self.end)
+            return -1, -1
+        known = max((number for number, _ in self.epochs if number <= epoch), default=epoch)
+        return known, next((first for number, first in self.epochs if number > epoch), self.end)
 
     def read(self, offset: int, most: int) -> tuple[bytes, list[tuple[int, int]]]:
         """(whole batches from the one with this offset on, the rolled-back transactions in them)."""

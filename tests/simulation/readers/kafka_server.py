@@ -283,7 +283,7 @@ class Server:
 
         def find(topic: str, number: int, epoch: int) -> tuple[int, int, int, int]:
             code, log, _ = self._partition(node, topic, number)
-            return (code, number, -1, -1) if log is None else (0, number, epoch, log.epoch_end(epoch))
+            return (code, number, -1, -1) if log is None else (0, number, *log.epoch_end(epoch))
 
         rows = [(topic, [find(topic, number, epoch) for number, _, epoch in parts]) for topic, parts in request.topics]
         return request.RESPONSE_TYPE(0, rows)

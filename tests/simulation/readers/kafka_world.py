@@ -173,8 +173,8 @@ class KafkaWorld(World):
         log = partition.log
         if is_clean:
             cut = self.rng.choice((log.high_water, log.end))
-        elif log.end == log.start or partition.was_cut:
-            return  # twice, with nothing read in between, is not noticed: see docs/simulation.md
+        elif log.end == log.start:
+            return
         else:
             cut = self.rng.randint(max(log.start, log.end - 12), log.end - 1)
         end = partition.elect(leader, cut)

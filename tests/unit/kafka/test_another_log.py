@@ -71,6 +71,10 @@ async def test_a_log_that_was_cut_off_in_service_is_read_from_the_cut() -> None:
     reader.client.epoch, reader.group.cut = EPOCH + 1, 1
     assert await reader.read() == [1, 2, 3]
     assert reader.revoked == [{_SOURCE}]
+    offset, note = reader.group.offsets[_SOURCE]
+    assert (offset, note.rpartition(";")[2]) == (1, f"epoch={EPOCH}"), (
+        "else a second cut before the next commit is not noticed"
+    )
 
 
 @pytest.mark.parametrize("by", ["epoch", "time"])

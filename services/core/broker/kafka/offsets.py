@@ -330,22 +330,29 @@ class EpochHistory:
         return known + [start for start in self._starts if first < start[0] <= last]
 
 
+class Cut(NamedTuple):
+    """Where a log was cut off. epoch: of the last record below that offset, by which a second cut is found; None: not known."""
+
+    offset: int
+    epoch: int | None
+
+
 async def find_cuts(
     cluster: Cluster, read: Mapping[TopicPartition, tuple[int, int]]
-) -> dict[TopicPartition, int | None]:
-    """The partitions whose log was cut off below `read` (next offset, epoch of the last record), with the offset of the cut.
+) -> dict[TopicPartition, Cut | None]:
+    """The partitions whose log was cut off below `read` (next offset, epoch of the last record), with the cut.
 
     None: the offset is unknown, because the leader knows no epoch that high. Raises Unavailable, UnknownTopic.
     """
     if not read:
         return {}
     epochs = {source: epoch for source, (_, epoch) in read.items()}
-    cuts: dict[TopicPartition, int | None] = {}
+    cuts: dict[TopicPartition, Cut | None] = {}
     for answer in await _ask_leaders(cluster, epochs, EpochEndRequest):
         for topic, partitions in answer.topics:
-            for code, partition, _, end in partitions:
+            for code, partition, epoch, end in partitions:
                 raise_for_leader(code, f"where a leader's epoch ended in {topic}[{partition}]")
                 source = TopicPartition(topic, partition)
                 if end < read[source][0]:
-                    cuts[source] = end if end >= 0 else None
+                    cuts[source] = Cut(end, epoch if epoch >= 0 else None) if end >= 0 else None
     return cuts

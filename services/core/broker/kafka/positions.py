@@ -259,12 +259,13 @@ async def _go_to_cuts(cluster: Cluster, group: str, found: StartPositions, prefi
             topic=source.topic,
             partition=source.partition,
             committed=found.position[source],
-            cut_off_at=cut,
+            cut_off_at=None if cut is None else cut.offset,
             hint="Kafka lost its newest records here; this group had read them, others may not have. It goes on at "
             "the cut. Try: unclean.leader.election.enable false, and see whether a broker's disk was restored",
         )
-        found.position[source] = first[source] if cut is None else max(first[source], cut)
-        found.metadata[source] = found.metadata[source]._replace(epoch=None)
+        found.position[source] = first[source] if cut is None else max(first[source], cut.offset)
+        known = None if cut is None or cut.offset < first[source] else cut.epoch
+        found.metadata[source] = found.metadata[source]._replace(epoch=known)
         if cut is not None:
             found.fresh.add(source)
     await _stop_lost(cluster, group, found, [source for source, cut in cuts.items() if cut is None])
