@@ -1,6 +1,7 @@
 """Spark's errors in an operator's words: one line, without plans and stacks."""
 
 import re
+from contextlib import suppress
 
 from services.core.broker.errors import BrokerError
 from spark.java import JAVA_ERRORS, java_exceptions
@@ -18,12 +19,14 @@ _BROKER_WORDS = (
 """These are in the text of a broker's failure: our modules in a worker's traceback, and Spark's error conditions."""
 
 
-_OF_SPARK = (
-    *("SparkContext was shut down", "stopped SparkContext", "SparkContext has been shutdown"),
-    *("CANNOT_OPEN_SOCKET", "Python worker failed to connect back", "Python worker to connect back"),
+_OF_SPARK = re.compile(
+    r"(?:[\w.]*(?:SparkException|PySparkRuntimeError): )?"
+    r"(?:Job \d+ cancelled because SparkContext was shut down|Cannot call methods on a stopped SparkContext"
+    r"|SparkContext has been shutdown|\[CANNOT_OPEN_SOCKET\]|Python worker failed to connect back"
+    r"|Timed out while waiting for the Python worker to connect back)"
 )
-"""These are in the text of a failure that would be the same with other events: at the end of the application, or where a busy
-machine did not start Python in time."""
+"""So begins the message of a failure that would be the same with other events: at the end of the application, or where a busy
+machine did not start Python in time. Only the beginning counts: what follows in other errors may be an event's own text."""
 
 
 def shorten(error: BaseException) -> str:
@@ -48,7 +51,11 @@ def is_of_broker(error: BaseException) -> bool:
 
 def is_of_spark(error: BaseException) -> bool:
     """Whether Spark itself failed, or has ended the application meanwhile: this says nothing about an event."""
-    return any(text in str(error) for text in _OF_SPARK)
+    texts = [str(error)]
+    with suppress(*JAVA_ERRORS, OSError):  # Java is gone
+        texts += [str(cause.getMessage()) for cause in java_exceptions(error)]
+    texts += [_python_error(text.split(_TRACEBACK, 1)[1]) for text in texts if _TRACEBACK in text]
+    return any(_OF_SPARK.match(text) for text in texts)
 
 
 def java_causes(error: BaseException) -> list[str]:

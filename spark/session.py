@@ -175,7 +175,7 @@ def write_python(scratch: Path) -> Path:
     path = shlex.quote(os.environ["PYTHONPATH"])
     command.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {shlex.quote(sys.executable)} "$@"\n', encoding="utf-8")
     command.chmod(0o700)
-    return command
+    return command if os.access(command, os.X_OK) else Path(sys.executable)  # not where the folder is mounted noexec
 
 
 def _ui_settings(ui: str) -> dict[str, str]:

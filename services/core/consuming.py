@@ -192,10 +192,9 @@ class Membership:
                 is_drained = await self._processor.drain(drain)
             finally:  # also when a task failed: no timer may start work in a group that is over
                 self._processor.stop()
+                self._leaving = True  # a report that hangs must not keep the partitions from the next owner
             for work in beside:
                 work.cancel()
-            # A report that hangs must not keep the partitions from the next owner.
-            self._leaving = True
             await self._try_commit(REVOKE_WAIT_S)
         self._processor.update_metrics()
         return is_drained
@@ -209,6 +208,8 @@ class Membership:
                 await self._try_commit(REVOKE_WAIT_S if self._leaving else COMMIT_WAIT_S)
         finally:  # also when the backend cancels this: the rest would block the partitions when they come back
             self._disown(partitions)
+            if self._stuck and self._stuck <= partitions and not self._leaving:
+                self._set_up(True)
             self._stuck -= partitions
             self._hide_lags(partitions)
 

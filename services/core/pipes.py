@@ -154,11 +154,7 @@ class Transform(StrictModel):
     )
     interval: Duration = Field(0.2, description="At most one micro-batch per interval.", examples=["1s"])
     max_events: int = Field(
-        20_000,
-        ge=1,
-        description="The most events per micro-batch, also when there is a backlog. Without it, SQL over single events on Kafka "
-        "has up to 100000.",
-        examples=[50_000],
+        20_000, ge=1, description="The most events per micro-batch, also when there is a backlog.", examples=[100_000]
     )
     deduplicate_within: Duration | None = Field(
         None,

@@ -47,13 +47,11 @@ from spark.reports import (
     read_lags,
     read_origins,
 )
-from spark.transforms.preparation import Prepared
 from spark.transforms.view import FAILED_CHECK, READ_AT, TIME
 
 log = structlog.get_logger()
 
 REAL_TIME_BATCH = f"{REAL_TIME_BATCH_S} seconds"
-BACKLOG_EVENTS = 100_000
 READ_S = 3.0
 """After so long without a failure, a real-time query is ready. A transform that is broken fails at once."""
 _NAMES_NEEDED = "spark.sql.streaming.queryEvolution.enableSourceEvolution"
@@ -203,18 +201,11 @@ def _runs_tasks(query: Query, running: StreamingQuery) -> bool:
     return any(stage is not None and stage.numActiveTasks for stage in stages)
 
 
-def batch_limit(prepared: Prepared) -> int:
-    """The most events of a micro-batch. Of SQL in one plan, where nothing of a batch is held in memory, a backlog makes larger
-    batches: they cost a third less CPU (bench/README.md), and a stream without a backlog has as small ones as before."""
-    is_asked = "max_events" in prepared.transform.model_fields_set
-    return BACKLOG_EVENTS if prepared.in_plan and not is_asked else prepared.transform.max_events
-
-
 def start_transforming(query: Query) -> StreamingQuery:
     """Start the transforming query, without the events that are in the dead letters."""
     prepared, broker, frames = query.prepared, query.broker, {}
     skip = exactly(read_skipped(query))
-    max_events = None if query.real_time else -(-batch_limit(prepared) // len(prepared.views))
+    max_events = None if query.real_time else -(-prepared.transform.max_events // len(prepared.views))
     in_metrics, out_metrics = _metrics(query)
     if query.ledger:
         query.session.conf.set("spark.sql.streaming.numRecentProgressUpdates", str(_PROGRESS_KEPT))

@@ -111,7 +111,7 @@ def _is_rounded(field: StructField) -> Column | None:
     if widened == with_decimals(field.dataType, widened=False):
         return None
     parsed, back = f.col(_PARSED)[field.name], _as_declared(field).cast(widened)
-    if "map<" in field.dataType.simpleString():  # Spark compares no maps
+    if any(kind in field.dataType.simpleString() for kind in ("map<", "variant")):  # Spark compares neither
         return f.to_json(f.struct(parsed.alias("x"))) != f.to_json(f.struct(back.alias("x")))
     return ~parsed.eqNullSafe(back)
 

@@ -61,7 +61,15 @@ def test_what_is_too_much() -> None:
 def test_a_failure_of_spark_is_no_fault_of_an_event() -> None:
     """If this fails, events are tried alone while Spark goes away or starts no Python in time, and innocent ones are culprits."""
     assert is_of_spark(RuntimeError("[CANNOT_OPEN_SOCKET] Can not open socket: timed out."))
-    assert is_of_spark(RuntimeError("Job aborted: SparkException: Python worker failed to connect back."))
+    assert is_of_spark(RuntimeError("Python worker failed to connect back."))
     assert is_of_spark(RuntimeError("Job 7 cancelled because SparkContext was shut down"))
     assert is_of_spark(RuntimeError("Cannot call methods on a stopped SparkContext."))
+    raised = "pyspark.errors.exceptions.base.PySparkRuntimeError: [CANNOT_OPEN_SOCKET] x"
+    worker = f"Traceback (most recent call last):\n  File x\n{raised}"
+    assert is_of_spark(RuntimeError(worker))
     assert not is_of_spark(RuntimeError("Job aborted due to stage failure: ExecutorLostFailure (executor 1 exited)"))
+    of_event = "The value 'Python worker failed to connect back.' of the type STRING cannot be cast"
+    assert not is_of_spark(RuntimeError(f"[CAST_INVALID_INPUT] {of_event}"))
+    assert not is_of_spark(
+        RuntimeError("Traceback (most recent call last):\n  File x\nValueError: [CANNOT_OPEN_SOCKET]")
+    )

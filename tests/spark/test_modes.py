@@ -13,7 +13,7 @@ from services.core.yaml_source import BadConfiguration, Problem
 from spark.jobs.attempts import ATTEMPT_FILE, Attempt
 from spark.jobs.checkpoint import Identity
 from spark.jobs.modes import MODE_FILE, checkpoint_kind, choose_modes, enter_mode, prefer_plan
-from spark.jobs.streaming_plan import BACKLOG_EVENTS, READ_S, StreamingPlanQuery, batch_limit
+from spark.jobs.streaming_plan import READ_S, StreamingPlanQuery
 from spark.settings import MOST_REAL_TIME_SLOTS, TransformSettings, load_pipes, size_master
 from spark.transforms.preparation import Prepared
 
@@ -146,15 +146,6 @@ def test_micro_batches_of_one_plan(prepared: Prepared, kafka: bool, in_plan: boo
     all; or it costs a third more without need."""
     broker: Any = SimpleNamespace(real_time=kafka)
     assert prefer_plan(broker, prepared).in_plan is in_plan
-
-
-def test_a_backlog_makes_larger_batches_in_one_plan() -> None:
-    """If this fails, a backlog of SQL on Kafka costs half as much again; or a limit that somebody has set is ignored; or a batch
-    that is held in memory is five times as large."""
-    broker: Any = SimpleNamespace(real_time=True)
-    assert batch_limit(prefer_plan(broker, pipe(mode="micro-batch"))) == BACKLOG_EVENTS
-    assert batch_limit(prefer_plan(broker, pipe(mode="micro-batch", max_events=20_000))) == 20_000
-    assert batch_limit(prefer_plan(broker, pipe(python="t.py:f"))) == 20_000
 
 
 @pytest.mark.parametrize("known", [None, "per batch", "in plan"])

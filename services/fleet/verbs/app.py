@@ -157,7 +157,7 @@ def make_filter(
     except ValueError as error:
         raise CommandFailed(str(error), status=2) from error
     renames: Mapping[str, str] = {}
-    lanes: frozenset[str] = frozenset()
+    lanes: frozenset[str] | None = None
     with suppress(BadConfiguration):
         file = load_pipes(pipes)
         renames, lanes = renames_of(file), lanes_of(file) | removed_lanes(file).keys()

@@ -43,8 +43,8 @@ class Finality:
         self.final_missing: dict[Key, dict[Part, int]] = {}
         """The missing events of a part when it became final, or when more of the waiting ones were lost. No zeros."""
         self.given_up: dict[Key, set[Part]] = {}
-        self._held: set[Key] = set()
-        """Minutes that a transform has kept open."""
+        self._held: dict[Key, int] = {}
+        """Minutes whose results come late, with the events that were missing behind the transform when this was seen."""
         self._fed_ms: dict[Key, int] = {}
         """Of those of them whose first part is final: when that was. The transform's results came to the destinations until
         then, so a destination that had done everything before is not done. Not kept over a restart."""
@@ -83,7 +83,8 @@ class Finality:
         if row.minute * MINUTE_MS <= self.newer_ms:
             return NEWER_REPORTS
         until = (row.minute + 1) * MINUTE_MS + BEHIND_MS + STORED_MS
-        if (fed := self._fed_ms.get((row.pipe, row.minute))) is not None:
+        fed = None if part is None else self._fed_ms.get((row.pipe, row.minute))
+        if fed is not None:
             until = max(until, fed + MEASURED_MS)
         step = Step("transform", row.pipe) if part is None else Step("expel", row.pipe, part)
         return self._liveness.why_not_done(step, until, now)
@@ -117,12 +118,13 @@ class Finality:
             return []
         waiting = self.why_open(row, now)
         if None in waiting:
-            self._hold(key, row, now)
+            self.hold(row, now)
             return []
-        if key in self._held:
-            self._held.discard(key)
+        if self._held.pop(key, 0) > _missing_results(row):
             self._fed_ms[key] = now
             waiting = self.why_open(row, now)
+            if None in waiting:  # a pipe that feeds it has become final just now
+                return []
         found: list[Part] = [] if key in self.open else [None]
         destinations = self._flow.pipes[row.pipe].destinations
         open_ones = self.open.setdefault(key, set(destinations))
@@ -132,13 +134,12 @@ class Finality:
         self.record_missing(key, {part: missing.get(part, 0) for part in found})
         return found
 
-    def _hold(self, key: Key, row: Row, now: int) -> None:
-        """Note whether a transform that lives keeps the minute open, longer than minutes stay open anyway."""
-        step = Step("transform", row.pipe)
-        is_late = now >= (row.minute + 1) * MINUTE_MS + self._final_after
-        is_missing = any(one.node == "transform" and one.missing for one in row.steps)
-        if is_late and is_missing and self._liveness.alive(step, now):
-            self._held.add(key)
+    def hold(self, row: Row, now: int) -> None:
+        """Note whether a transform that lives has results to come, later than a destination's reports have to reach."""
+        is_late = now >= (row.minute + 1) * MINUTE_MS + BEHIND_MS + STORED_MS
+        key, missing = (row.pipe, row.minute), _missing_results(row)
+        if is_late and missing and key not in self._held and self._liveness.alive(Step("transform", row.pipe), now):
+            self._held[key] = missing
 
     def record_missing(self, key: Key, missing: dict[Part, int]) -> None:
         """Keep the number of missing events of these final parts."""
@@ -167,9 +168,13 @@ class Finality:
         for key in keys:
             for known in (self.open, self.final_missing, self.given_up):
                 known.pop(key, None)
-            self._held.discard(key)
+            self._held.pop(key, None)
             self._fed_ms.pop(key, None)
 
     def keys(self) -> set[Key]:
         """All minutes of which any part is final or given up."""
         return self.open.keys() | self.given_up.keys()
+
+
+def _missing_results(row: Row) -> int:
+    return sum(step.missing for step in row.steps if step.node == "transform")

@@ -226,6 +226,7 @@ class Table:
         for minute in self.origin_sets.minutes():
             age = now - (minute + 1) * MINUTE_MS
             if age < self.ages.final:
+                self._hold(minute, now)
                 continue
             for verdict in self._finish(minute, now):
                 verdicts.append(verdict)
@@ -315,6 +316,12 @@ class Table:
                 row = self.row(*key, now)
                 found += [Finding(row, part) for part in parts]
         return found
+
+    def _hold(self, minute: int, now: int) -> None:
+        """Before a minute may be final: see whether its results come late."""
+        for pipe in self.flow.pipes:
+            if (row := self._find(pipe, minute)).accepted:
+                self.finality.hold(row, now)
 
     def _give_up(self, minute: int, now: int) -> list[Finding]:
         keys = [key for pipe in self.flow.pipes if not self.finality.is_closed(key := (pipe, minute))]

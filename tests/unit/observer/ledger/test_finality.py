@@ -133,6 +133,24 @@ def test_results_of_a_late_transform_are_not_lost_while_they_are_delivered() -> 
     ]
 
 
+def test_results_that_came_shortly_before_a_minute_may_be_final_are_not_lost() -> None:
+    """Broken: as above, for the one minute that ended one and a half to two and a half minutes before the standstill did."""
+    _, table = watching()
+    hear(table, accept(range(100)))
+    behind = FINAL_MS - 50_000
+    speak(table, behind, transform=500_000)
+    table.tick(behind)
+    hear(table, tell("transform", "late", "passed", range(100)))
+    speak(table, FINAL_MS)
+    assert [one.part for one in table.tick(FINAL_MS).verdicts] == [None]
+    begin(table, down=100, lossy=100)
+    speak(table, FINAL_MS + 35_000)
+    turn = table.tick(FINAL_MS + 35_000)
+    assert [(one.part, one.row.missing_for(one.part)) for one in turn.verdicts] == [
+        (name, 0) for name in ("down", "lossy", "well")
+    ]
+
+
 def test_no_destination_is_final_before_what_comes_to_it_is_known() -> None:
     """Broken: a transform that is behind passes events on after their minute was final, and their loss raises no alarm."""
     _, table = watching()
