@@ -290,7 +290,9 @@ def _close(tasks: list[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task._log_destroy_pending = False  # type: ignore[attr-defined]  # no public way
         if not task.done():
-            with suppress(RuntimeError, ValueError):  # it waited in a `finally`
+            with suppress(
+                RuntimeError, ValueError, AttributeError
+            ):  # it waits in a `finally`; a lock then finds no loop
                 cast("Any", task.get_coro()).close()
 
 
