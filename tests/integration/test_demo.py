@@ -56,7 +56,7 @@ async def test_demo_delivers_every_event(desk: Desk, broker: str, wheel_programs
     assert result["expel_time_ms"]["p95"] > 0
     assert (result["ledger"]["accepted"], result["ledger"]["missing"]) == (10_000, 0)
     assert [step["node"] for step in result["ledger"]["minutes"][0]["steps"]] == ["transform", "expel", "retrier"]
-    said = [command.err.index(text) for text in ("lag and loss, live: http://", "nothing lost", "0 of 10,000 events")]
+    said = [command.err.rindex(text) for text in ("lag and loss, live: http://", "nothing lost", "0 of 10,000 events")]
     assert said == sorted(said)
     assert not left_over(desk)
 

@@ -156,6 +156,7 @@ async def read(broker: Broker, folder: Path) -> dict[str, Any]:
     told = [decode_report(record.value) for record in found[TELEMETRY]]
     back, state = unwrap(found["p.retry"][0])
     dead = DeadLetter.of(Position("p.dead", 0, 0), found["p.dead"][0])
+    known = {key: value for key, value in dead.as_json().items() if key != "dead_since"}  # 0.1 does not show it
     acts = [msgspec.json.decode(record.value or b"", type=audit.Entry) for record in found["penstock.audit"]]
     bookmark = await read_bookmark(broker.reader)
     fleet = await asyncio.to_thread(read_state, folder)
@@ -167,7 +168,7 @@ async def read(broker: Broker, folder: Path) -> dict[str, Any]:
         "events": [(read_id(one), read_arrival(one), str(one.header(ORIGIN)), str(one.value)) for one in found["s"]],
         "group": list((await broker.admin.positions("p.d", "s")).values()),
         "retry": [state.__getstate__(), read_id(back), read_wait(found["p.retry"][0])],
-        "dead": [dead.as_json(), read_id(strip(dead.record))],
+        "dead": [known, read_id(strip(dead.record))],
         "reports": [list(facts_of(one)) for one in told],
         "pauses": {name: pause.text for name, pause in (await list_paused(broker.reader, {})).items()},
         "bookmark": [sorted(map(str, bookmark.read.items())), sorted(bookmark.lanes), dict(bookmark.left)],
