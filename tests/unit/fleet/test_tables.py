@@ -160,6 +160,7 @@ def status(names: Names) -> Shown:
         "rate": 12_345.0,
         "retried": 12_345,
     }
+    destination |= {"waiting": 123_456}
     destination |= {"delivered": 123_456_789, "dead": 405, "lag_records": 123_456, "lag_ms": 1_200_000}
     destination |= {"e2e_lag_ms": LAGS, "paused": paused, "breaker_open": True}
     retrier = {"up": True, "rate": 12_345.0, "waiting": 123_456, "next_due_ms": 123, "released": 123_456_789, "dead": 1}
