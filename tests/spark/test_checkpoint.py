@@ -70,6 +70,9 @@ def test_paused_until_resumed(pipeline: LogPipeline, watermark: str | None) -> N
     chosen = pipeline.pipe(columns=COLUMNS, sources=sources, sql=sql, watermark=watermark, max_events=20)
     job = pipeline.start(chosen)
     wait_for(lambda: len(pipeline.out) == 30, "the events before the pause")
+    wait_for(
+        lambda: bool(pipeline.backlogs) and not sum(pipeline.backlogs[-1].values()), "the other source is read, too"
+    )
     job.set_pause(Pause("paused", "operator", "ann", 0, "wrong VAT"))
     wait_for(lambda: bool(pipeline.states[-1].paused), "the pause")
     assert pipeline.states[-1] == QueryState("p", None, 0, paused="paused by ann: wrong VAT")

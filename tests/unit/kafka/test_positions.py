@@ -15,7 +15,7 @@ from services.core.broker.kafka.positions import (
     find_positions,
 )
 from services.core.broker.record import TopicPartition
-from tests.support.group_model import GroupModel, OnRecord
+from tests.support.group_model import EPOCH, GroupModel, OnRecord
 
 _FOUR = [TopicPartition("t", number) for number in range(4)]
 _END = 30
@@ -94,7 +94,9 @@ async def test_behind_a_cut_the_group_goes_on_at_the_cut() -> None:
     )
     assert placement.position == {_FOUR[0]: _END, _FOUR[1]: _END}
     assert placement.fresh == {_FOUR[0]}
-    assert placement.metadata[_FOUR[0]].epoch is None, "nothing is read of the new epoch yet"
+    assert placement.metadata[_FOUR[0]].epoch == EPOCH, (
+        "of the last record below the cut: a second cut is noticed by it"
+    )
 
 
 async def test_an_epoch_that_the_leader_does_not_know_stops() -> None:
