@@ -98,16 +98,22 @@ class Soak:
         return [one for one in state.processes if one.pid] if state is not None else []
 
     async def freeze_long(self, wait: float, seconds: float) -> None:
-        """After `wait` seconds, stop one expel for so long. Nothing else strikes it meanwhile."""
+        """After `wait` seconds, stop one expel for so long. Nothing else strikes it meanwhile, and its supervisor, which would
+        end it, is stopped as long."""
         await asyncio.sleep(wait)
         pid = next((one.pid for one in await self._running() if one.service == "expel"), None)
         if pid is None:
             return
         self.frozen.add(pid)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)
-            await asyncio.sleep(seconds)
-            os.kill(pid, signal.SIGCONT)
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            supervisor = psutil.Process(pid).ppid()
+            try:
+                for each in (supervisor, pid):
+                    os.kill(each, signal.SIGSTOP)
+                await asyncio.sleep(seconds)
+            finally:
+                for each in (supervisor, pid):
+                    os.kill(each, signal.SIGCONT)
             self.faults[f"freeze expel {seconds:.0f} s"] += 1
         self.frozen.discard(pid)
 
@@ -256,8 +262,7 @@ async def _load_and_settle(run: Soak, minutes: float) -> bool:
     stopping = asyncio.Event()
     sending = asyncio.create_task(run.sender.run(stopping))
     lasts = 60 * minutes
-    fitting = [(share * lasts, seconds) for share, seconds in LONG_FREEZES if share * lasts + seconds < lasts]
-    freezes = [asyncio.create_task(run.freeze_long(*one)) for one in fitting]
+    freezes = [asyncio.create_task(run.freeze_long(*one)) for one in _long_freezes(lasts)]
     await run.strike_until(time.monotonic() + lasts)
     await asyncio.gather(*freezes)
     stopping.set()
@@ -268,6 +273,11 @@ async def _load_and_settle(run: Soak, minutes: float) -> bool:
         await asyncio.sleep(2)
         return True
     return False
+
+
+def _long_freezes(lasts: float) -> list[tuple[float, float]]:
+    """(when, for how long), in seconds: those that a run of so many seconds has time for."""
+    return [(share * lasts, seconds) for share, seconds in LONG_FREEZES if share * lasts + seconds < lasts]
 
 
 def _judge(run: Soak, minutes: float, rate: float, broker: str, seed: int, complaints: list[str]) -> int:
@@ -284,6 +294,9 @@ def _judge(run: Soak, minutes: float, rate: float, broker: str, seed: int, compl
             complaints.append(f"{name} took {peak / 1e6:.0f} MB")
     if not run.faults:
         complaints.append("no fault struck: the run proves nothing")
+    for _, seconds in _long_freezes(minutes * 60):
+        if not run.faults[f"freeze expel {seconds:.0f} s"]:
+            complaints.append(f"no expel was frozen for {seconds:.0f} s and went on")
     if run.recoveries:
         print(
             f"recovery: median {sorted(run.recoveries)[len(run.recoveries) // 2]:.1f} s, worst {max(run.recoveries):.1f} s"

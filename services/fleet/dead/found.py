@@ -205,12 +205,24 @@ async def _survey(broker: Broker, pipes: Collection[str]) -> Held:
     topics = sorted(topic for topic in await broker.admin.topics() if topic.endswith(DEAD_SUFFIX))
     if pipes:
         mine = [topic for topic in topics if topic in map(dead_letter_topic, pipes)]
-        if not mine:
+        if not mine and not await _retrier_has(broker.reader, topics, pipes):
             known = [topic.removesuffix(DEAD_SUFFIX) for topic in topics if topic != RETRIER_DEAD]
             missing = " and ".join(map(dead_letter_topic, sorted(pipes)))
             raise unknown_name(f"there is no topic {missing}", " ".join(sorted(pipes)), known)
         topics = [topic for topic in topics if topic in mine or topic == RETRIER_DEAD]
     return {(topic, part): kept for topic in topics for part, kept in (await broker.reader.describe(topic)).items()}
+
+
+async def _retrier_has(reader: Reader, topics: Collection[str], pipes: Collection[str]) -> bool:
+    """Whether the retrier wrote dead letters of these pipes: those of a pipe that is gone are in its own topic."""
+    if RETRIER_DEAD not in topics:
+        return False
+    for part, kept in (await reader.describe(RETRIER_DEAD)).items():
+        async for batch in read_topic(reader, RETRIER_DEAD, part, kept, skips_damage=True):
+            for offset, record in zip(batch.offsets, batch.records, strict=True):
+                if DeadLetter.of(Position(RETRIER_DEAD, part, offset), record).pipe in pipes:
+                    return True
+    return False
 
 
 async def _require_destination(reader: Reader, where: Filter, held: Held) -> None:

@@ -24,7 +24,7 @@ from services.core.pipes import PipeFile
 from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
 from services.core.times import parse_time
-from services.core.topic_names import AUDIT, renames_of
+from services.core.topic_names import AUDIT, RETRIER_DEAD, renames_of
 from services.expel.dedup import RetryTopicFilter
 from services.fleet.dead.audit import AuditedActions, Auditor, read_audit
 from services.fleet.dead.found import DeadLetterSearch, Filter, restore, with_payloads
@@ -155,6 +155,18 @@ async def test_a_list_that_is_cut_short_says_so(
     out, err = capsys.readouterr()
     assert out.count("late.dead:0:") == 5
     assert err == ("" if as_json else "5 dead letters\n")
+
+
+async def test_letters_of_a_pipe_that_is_gone_are_with_the_retrier(broker: Broker) -> None:
+    """Broken: events that the retrier could not give to a removed pipe cannot be chosen by its name, and stay dead."""
+    await bury(broker, [letter(0)])
+    async with Producer(broker.appender) as producer:
+        gone = refused_letter(original(1), 1, pipe="gone", reason="unknown_pipe")
+        (await producer.send_to(RETRIER_DEAD, {0: [gone]})).raise_first()
+    found = await DeadLetterSearch.open(broker, Filter(pipe="gone"))
+    assert [one.position async for page in found.pages() for one in page] == [Position(RETRIER_DEAD, 0, 0)]
+    with pytest.raises(CommandFailed, match=r"there is no topic nobody\.dead"):
+        await numbers(broker, Filter(pipe="nobody"))
 
 
 async def test_the_observer_is_told_of_what_is_redriven(broker: Broker, capsys: pytest.CaptureFixture[str]) -> None:
