@@ -100,7 +100,7 @@ class TransformSettings(Settings):
     batch_timeout: Duration = Field(
         300.0,
         description="Time limit of a batch, e.g. 5m; a tenth of it for each part of a batch that is done in parts, "
-        "half of it for the first part of a process. Beyond the "
+        "half of it for a pipe's first part in a process. Beyond the "
         "limit the process ends, and its supervisor starts it again.",
     )
     memory: Annotated[Size, AfterValidator(_enough)] = Field(

@@ -127,7 +127,7 @@ class Dispatcher:
         self._limit = InFlightLimit(config.max_events, config.max_bytes)
         self._stopped = self._replaying = self._held = False
         self._park_reason: str | None = None
-        self._hold_until = self._alive_at = self._resume_at = 0.0
+        self._hold_until = self._alive_at = self._send_again_at = 0.0
         self._ended = self._waits = 0
         """Attempts that ended; waits for room that began."""
         self._is_waiting = False
@@ -325,8 +325,8 @@ class Dispatcher:
             due = self._queue.next_due(now, is_sending=bool(self._sending))
             if due is None:
                 return None
-            if now < self._resume_at:
-                self._queue.wake_at(max(due, self._resume_at))
+            if now < self._send_again_at:
+                self._queue.wake_at(max(due, self._send_again_at))
                 return None
             if not self._throttle.is_blocked:
                 due = max(due, self._hold_until)
@@ -355,7 +355,7 @@ class Dispatcher:
         """
         now = time.monotonic()
         if now - self._alive_at > STOOD_STILL_S:
-            self._resume_at = now + ASK_GROUP_S
+            self._send_again_at = now + ASK_GROUP_S
         self._alive_at = now
         return now
 

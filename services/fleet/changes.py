@@ -338,9 +338,9 @@ def _compare_transform(name: str, pipe: Pipe, data: Path | None) -> list[Change]
         return []
     words = (
         f"changed transform; the former one left state over several events (open windows, joins) in {state[0]}, and its version "
-        "did not record of what. So only the transform service can compare, at its start: it goes on with that state, or it "
-        "refuses to start and leaves the state as it is. After a refusal, try: the former transform, which goes on; this one in "
-        "a pipe of another name, which reads its sources from their start; or penstock group reset "
+        "did not record which transform it belongs to. So only the transform service can compare, at its start: it goes on "
+        "with that state, or it refuses to start and leaves the state as it is. After a refusal, try: the former transform, "
+        "which goes on; this one in a pipe of another name, which reads its sources from their start; or penstock group reset "
         f"{name} --to-earliest, which gives that state up: all results come again"
     )
     return [Change("transform", name, words)]

@@ -16,7 +16,7 @@ _NOT_KNOWN = "not yet"
 _CLOCKS = "event age: from the event's own time; E2E lag: from its arrival at ingest"
 _BEHIND = (
     "behind: events not settled, and the age of the oldest by its own time; of a destination behind a transform, results of\n"
-    "the transform. Events may also wait in PIPE.retry and with the global retrier: penstock loss show PIPE counts them"
+    "the transform. waiting: events in PIPE.retry, with the global retrier, or parked; see penstock loss show PIPE"
 )
 _DUE = "a waiting event is sent when its next round is due (the destination's schedule); it cannot be brought forward"
 

@@ -51,7 +51,7 @@ class Deliveries:
 
     def describe(self) -> str:
         """One line for a person."""
-        meaning = "" if self.breaker == "closed" else " (almost all requests failed; its events wait: penstock status)"
+        meaning = "" if self.breaker == "closed" else " (too many requests failed; its events wait: penstock status)"
         counts = ", ".join(f"{outcome} {count:,}" for outcome, count in sorted(self.requests.items())) or "none"
         return f"{self.lane}: circuit breaker {self.breaker}{meaning}; requests since expel started: {counts}"
 

@@ -46,7 +46,7 @@ class Finality:
         self._held: dict[Key, int] = {}
         """Minutes whose results come late, with the events that were missing behind the transform when this was seen."""
         self._fed_ms: dict[Key, int] = {}
-        """Of those of them whose first part is final: when that was. The transform's results came to the destinations until
+        """Of such minutes: when their first part became final. The transform's results came to the destinations until
         then, so a destination that had done everything before is not done. Not kept over a restart."""
         self.newer_ms = 0
         """Until this time (ms), reports came that this version cannot read. They may have settled what is missing."""

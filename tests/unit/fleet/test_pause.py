@@ -158,5 +158,5 @@ def test_an_outage_is_shown_where_there_are_no_dead_letters() -> None:
     assert (late.lane, late.breaker, late.requests) == ("late/crm", "closed", {})
     assert (shop.breaker, shop.requests) == ("open", {"delivered": 3, "http_503": 84})
     assert list_deliveries(sample, "crm", "shop") == [shop]
-    assert "circuit breaker open (almost all requests failed" in shop.describe()
+    assert "circuit breaker open (too many requests failed" in shop.describe()
     assert "delivered 3, http_503 84" in shop.describe()
