@@ -1,23 +1,33 @@
 """aiokafka's private parts that we use, as they were when they were read last."""
 
+import asyncio
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
 import aiokafka.client
 import pytest
 from aiokafka import AIOKafkaConsumer
+from aiokafka import errors as kafka
 from aiokafka.client import AIOKafkaClient
+from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.consumer.fetcher import Fetcher, FetchResult
 from aiokafka.consumer.group_coordinator import GroupCoordinator
+from aiokafka.protocol.admin import ApiVersionRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
+
+from services.core.broker.kafka.aiokafka_internals import _write_request
 
 _READ = {
     AIOKafkaConsumer.start: "2f1ba7044332",
     AIOKafkaClient._metadata_update: "06dc51ed3e0d",
     AIOKafkaClient.send: "246b277687d7",
+    AIOKafkaClient._md_synchronizer: "e0421bffa9a7",
+    AIOKafkaConnection.close: "28f164aa1e4f",
+    _write_request: "5909ea32f4ef",
     Fetcher.__init__: "bf21ecb7e0f2",
     Fetcher._create_fetch_waiter: "61d840568746",
     Fetcher._get_actions_per_node: "1dab2cf937d1",
@@ -44,3 +54,40 @@ def test_metadata_is_asked_for_without_creating_topics() -> None:
     request = aiokafka.client.MetadataRequest(["t"])
     assert request._allow_auto_topic_creation is False
     assert DefaultRecordBatchBuilder(2, 0, 0, 1, 0, 0, 1000).size() > 0
+
+
+@asynccontextmanager
+async def silent_server() -> AsyncIterator[tuple[str, int]]:
+    """Accepts connections and answers nothing."""
+    accepted: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda _, writer: accepted.append(writer), "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()
+    finally:
+        server.close()
+        for writer in accepted:
+            writer.close()
+
+
+async def test_a_request_on_a_closed_connection_is_an_error_of_kafka() -> None:
+    """If it fails, a broker that restarts leaves expel without a coordinator for ever: aiokafka's metadata task has ended."""
+    async with silent_server() as address:
+        connection = AIOKafkaConnection(*address, request_timeout_ms=1000)
+        connecting = asyncio.create_task(connection.connect())
+        closed: list[object] = []
+        try:
+            while not connection._requests:
+                await asyncio.sleep(0.01)
+            connection._on_close_cb = lambda _, reason: closed.append(reason)
+            connection._read_task.cancel()  # it would notice, a moment too late
+            transport = connection._writer.transport
+            transport.abort()
+            while "closed=True" not in repr(transport):
+                await asyncio.sleep(0.01)
+            with pytest.raises(kafka.KafkaConnectionError):
+                await connection.send(ApiVersionRequest())
+        finally:
+            connection.close()
+            await asyncio.wait([connecting])
+        assert isinstance(connecting.exception(), kafka.KafkaConnectionError)
+        assert closed == [CloseReason.CONNECTION_BROKEN], "the client does not look for new leaders"

@@ -1,4 +1,4 @@
-"""Every use of private parts of aiokafka: of its consumer, fetcher, group coordinator, and of the client's metadata requests.
+"""Every use of private parts of aiokafka: of its consumer, fetcher, group coordinator, connections and metadata requests.
 
 `tests/unit/kafka/test_aiokafka_internals.py` fails when a new version of aiokafka changes one of these parts.
 """
@@ -11,6 +11,7 @@ import aiokafka.client
 import structlog
 from aiokafka import AIOKafkaConsumer
 from aiokafka import errors as kafka
+from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.consumer.fetcher import Fetcher, FetchResult
 from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.protocol.fetch import FetchRequest
@@ -34,6 +35,24 @@ def _ask_without_creating(topics: Sequence[str] | None = None) -> MetadataReques
 
 
 aiokafka.client.MetadataRequest = _ask_without_creating
+
+_write_request = AIOKafkaConnection.send
+
+
+def _send_if_open(connection: Any, request: Any, expect_response: bool = True) -> Any:
+    """As aiokafka's `AIOKafkaConnection.send`, but a connection that the broker has closed is a KafkaConnectionError.
+
+    asyncio accepts bytes for a closed connection. uvloop raises RuntimeError, which aiokafka expects nowhere
+    (aio-libs/aiokafka#1038): it ends the task that renews the client's metadata. Then nothing finds a coordinator or a new
+    leader, and the member waits for ever.
+    """
+    writer = connection._writer
+    if writer is not None and writer.transport.is_closing():
+        connection.close(reason=CloseReason.CONNECTION_BROKEN)
+    return _write_request(connection, request, expect_response)
+
+
+AIOKafkaConnection.send = _send_if_open
 
 # The fetcher: a limit of its memory, and the leader epochs of the fetched records.
 #
