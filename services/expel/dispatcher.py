@@ -17,6 +17,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, TopicPartition
+from services.core.clock import boot_seconds
 from services.core.consuming import Membership
 from services.core.ledger.report import Span
 from services.core.progress import LIMIT_S, Step
@@ -135,7 +136,7 @@ class Dispatcher:
 
     def open(self, membership: Membership, tasks: asyncio.TaskGroup) -> Iterable[Coroutine[Any, Any, None]]:
         self._group, self._commit_soon = tasks, membership.commit_soon
-        self._alive_at = time.monotonic()
+        self._alive_at = boot_seconds()
         self._side_topics.open(tasks)
         pause = () if self._pause is None else PauseFollower(self._pause, self, membership, self._metrics).start()
         return (self._keep_alive(), *pause)
@@ -350,13 +351,13 @@ class Dispatcher:
             self._note_alive()
 
     def _note_alive(self) -> float:
-        """The time (monotonic). After a freeze (stopped, swapped out) no request starts for ASK_GROUP_S: other members may have
-        delivered what is queued here. If so, the queue is emptied meanwhile.
+        """The time (monotonic). After a freeze (stopped, suspended, swapped out) no request starts for ASK_GROUP_S: other members
+        may have delivered what is queued here. If so, the queue is emptied meanwhile.
         """
-        now = time.monotonic()
-        if now - self._alive_at > STOOD_STILL_S:
+        now, alive_at = time.monotonic(), boot_seconds()
+        if alive_at - self._alive_at > STOOD_STILL_S:
             self._send_again_at = now + ASK_GROUP_S
-        self._alive_at = now
+        self._alive_at = alive_at
         return now
 
     def _park_queued(self, reason: str) -> None:

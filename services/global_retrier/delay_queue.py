@@ -8,6 +8,7 @@ from itertools import islice
 from typing import NamedTuple, Protocol
 
 from services.core.broker.record import Batch, Record, TopicPartition, estimate_size
+from services.core.clock import boot_ns
 from services.core.retry_state import BadRetryRecord, read_wait
 from services.core.topic_names import DELAYS_S, RETRY_IN, delay_topic
 
@@ -24,7 +25,6 @@ _LONGEST_SLEEP_S = 30.0
 """The event loop's timers stop while the machine is suspended. Checking this often bounds the delay."""
 _DELAYS = [seconds * 1000 for seconds in DELAYS_S]
 _TOPICS = [delay_topic(seconds) for seconds in DELAYS_S]
-_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def choose_delay(left: int) -> str | None:
@@ -65,19 +65,14 @@ class SteadyClock:
     """The wall clock at the start, plus the time since then by a clock that cannot be set. So a jump releases nothing early."""
 
     def __init__(self) -> None:
-        self._offset = time.time_ns() - _boot_ns()
+        self._offset = time.time_ns() - boot_ns()
 
     def now_ms(self) -> int:
-        return (self._offset + _boot_ns()) // 1_000_000
+        return (self._offset + boot_ns()) // 1_000_000
 
     async def sleep_until(self, at_ms: int) -> None:
         while (left := at_ms - self.now_ms()) > 0:  # noqa: ASYNC110 - it waits for a time
             await asyncio.sleep(min(left / 1000, _LONGEST_SLEEP_S))
-
-
-def _boot_ns() -> int:
-    """Time since the machine started, including suspension where the system counts it."""
-    return time.clock_gettime_ns(_BOOT)
 
 
 class Waiting(NamedTuple):

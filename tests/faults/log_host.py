@@ -185,6 +185,6 @@ def machine_room() -> Iterator[tuple[Path, Disk]]:
 def clock_of(host: Host) -> Iterator[None]:
     """All clocks of the log show the host's time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clock, "_boot_ns", lambda: host.now_ns)
+        patch.setattr(clock, "boot_ns", lambda: host.now_ns)
         patch.setattr(clock, "_BOOT_ID", host.boot)
         yield

@@ -1,9 +1,9 @@
 """An event loop whose clock is virtual: a history of hours runs in milliseconds, the same way each time.
 
 The loop never waits. When no task can go on, its clock jumps to the moment at which the next timer fires. `run_virtually`
-makes this the clock of the whole process meanwhile: `time.monotonic`, `time.time` and their `_ns` forms are virtual, and
-`random` has the given seed. So code that measures its deadlines with `time.monotonic()` and waits with `asyncio.sleep` needs
-no change to run here.
+makes this the clock of the whole process meanwhile: `time.monotonic`, `time.time`, `time.clock_gettime` and their `_ns` forms
+are virtual, and `random` has the given seed. So code that measures its deadlines with `time.monotonic()` and waits with
+`asyncio.sleep` needs no change to run here.
 
 What it cannot do: sockets, pipes, subprocesses and signals are not there (their calls raise NotImplementedError). Work for
 another thread (`asyncio.to_thread`, `run_in_executor`) runs at once, in this thread, and takes no time; code that waits there
@@ -78,6 +78,8 @@ def virtual_clock(loop: VirtualLoop) -> Iterator[None]:
         "monotonic_ns": lambda: int(loop.time() * _NS),
         "time": lambda: EPOCH + loop.time(),
         "time_ns": lambda: int((EPOCH + loop.time()) * _NS),
+        "clock_gettime": lambda _clock: loop.time(),
+        "clock_gettime_ns": lambda _clock: int(loop.time() * _NS),
     }
     with mock.patch.multiple(time, **clocks):
         yield

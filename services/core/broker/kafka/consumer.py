@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, NoReturn
@@ -32,18 +31,20 @@ from services.core.broker.kafka.positions import GroupStarts, find_positions
 from services.core.broker.kafka.reader import ErrorFactory, find_damage, find_gaps
 from services.core.broker.kafka.record_batch import make_batch
 from services.core.broker.record import Batch, TopicPartition
+from services.core.clock import boot_seconds
 
 log = structlog.get_logger()
 
 
 class FreezeDetector:
-    """Notices that this process was frozen (stopped, swapped out, a blocked loop) so long that it may have lost its partitions.
+    """Notices that this process was frozen (stopped, suspended, swapped out, a blocked loop) so long that it may have lost its
+    partitions.
 
     After the freeze, thousands of fetched records could be returned before the next heartbeat is answered, although another
-    member may have processed them. limit: seconds without a run of the loop.
+    member may have processed them. limit: seconds without a run of the loop. clock: one that goes on during a suspend.
     """
 
-    def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limit: float, clock: Callable[[], float] = boot_seconds) -> None:
         self._limit, self._clock = limit, clock
         self._alive_at = clock()
         self._happened = self._is_reported = False

@@ -20,6 +20,7 @@ from services.core.broker.kinesis.shard_reader import ReaderContext, read_shard
 from services.core.broker.kinesis.shard_source import ShardSource
 from services.core.broker.kinesis.streams import Streams
 from services.core.broker.record import Batch, TopicPartition
+from services.core.clock import boot_seconds
 
 _LISTED_SECONDS = 1.0
 
@@ -67,7 +68,7 @@ class KinesisMemberBackend:
 
     def clock(self) -> float:
         """BOOTTIME runs during a suspend, while leases expire."""
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
+        return boot_seconds()
 
     def now_ms(self) -> int:
         return self._shared.incarnations.clock.now_ms()

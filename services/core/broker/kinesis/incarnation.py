@@ -14,6 +14,7 @@ from typing import Any
 from services.core.broker.errors import Throttled, Unavailable
 from services.core.broker.kinesis.aws import Timing, bounded
 from services.core.broker.kinesis.streams import Shard
+from services.core.clock import boot_seconds
 
 _ASK_AGAIN_SECONDS = 0.25
 """An account may ask twenty times a second in all, and a fleet starts many groups at once."""
@@ -26,7 +27,7 @@ _HOSTS_APART_SECONDS = 0.1
 class ServiceClock:
     """The service's wall clock: never ahead, and at most a second and one answer's latency behind."""
 
-    def __init__(self, clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)) -> None:
+    def __init__(self, clock: Callable[[], float] = boot_seconds) -> None:
         """clock: seconds, never set, running during a suspend."""
         self._clock = clock
         self._ahead_ms: int | None = None

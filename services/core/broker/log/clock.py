@@ -7,12 +7,14 @@ after a reboot, so a lease also names its boot.
 import time
 from pathlib import Path
 
+from services.core.clock import boot_ns
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_ms() -> int:
     """Milliseconds since the machine started; the same in every process of the host, never set back."""
-    return _boot_ns() // 1_000_000
+    return boot_ns() // 1_000_000
 
 
 def boot_id() -> str:
@@ -27,12 +29,8 @@ class WallClock:
     """
 
     def __init__(self) -> None:
-        self._offset = time.time_ns() - _boot_ns()
+        self._offset = time.time_ns() - boot_ns()
 
     def now_ms(self) -> int:
         """Milliseconds since the epoch."""
-        return (_boot_ns() + self._offset) // 1_000_000
-
-
-def _boot_ns() -> int:
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        return (boot_ns() + self._offset) // 1_000_000
