@@ -46,7 +46,8 @@ class Part(msgspec.Struct, omit_defaults=True, kw_only=True):
     offset: of the telemetry topic, where reading continues. blocks: (set, incarnation, partition, whether it is the difference
     from the kept events, bitmap). same: (set, incarnation, partition, blocks that equal the kept events). folded: by minute and
     place, the kept events. final: minutes of which every part is final, and the missing events of all parts; open: minutes with
-    final and open parts.
+    final and open parts. awaited, fed_ms: minutes whose results come late, as in `Finality`; of a snapshot without them none is
+    known to.
     """
 
     offset: PackedOffset | None = None
@@ -64,6 +65,8 @@ class Part(msgspec.Struct, omit_defaults=True, kw_only=True):
     open: list[tuple[str, int, list[str]]] = []
     final_missing: list[tuple[str, int, str | None, int]] = []
     given_up: list[tuple[str, int, str | None]] = []
+    awaited: list[tuple[str, int, int]] = []
+    fed_ms: list[tuple[str, int, int]] = []
     found: list[tuple[str, int, int]] = []
     base: list[Row] = []
     heartbeats: list[tuple[Node, str, str | None, dict[str, Heartbeat]]] = []
@@ -163,6 +166,8 @@ def _small_parts(table: Table, beside: FollowerState) -> Iterator[tuple[str, Par
             (*key, part, missing) for key, then in finality.final_missing.items() for part, missing in then.items()
         ],
         "given_up": [(*key, part) for key, parts in finality.given_up.items() for part in parts],
+        "awaited": [(*key, missing) for key, missing in finality.awaited.items()],
+        "fed_ms": [(*key, at) for key, at in finality.fed_ms.items()],
         "found": [(*key, at) for key, at in table.found.items()],
     }
     for field, rows in by_minute.items():
@@ -354,7 +359,7 @@ class Loader:
         self._windows += part.windows
         self._untold += [Alarm(name, msgspec.json.decode(body, type=dict[str, object])) for name, body in part.untold]
         self._drifting |= {(pipe, Step(n, p, d), field, what): at for pipe, n, p, d, field, what, at in part.drifting}
-        if part.final or part.open or part.final_missing or part.given_up:
+        if part.final or part.open or part.final_missing or part.given_up or part.awaited or part.fed_ms:
             self._finality.append(part)
 
     def finish(self) -> FollowerState:
@@ -430,6 +435,8 @@ def _load_finality(table: Table, parts: Sequence[Part]) -> None:
                 if part is not None:
                     finality.open.setdefault((name, minute), set()).add(part)
         finality.open |= {(pipe, minute): set() for pipe, minute, _ in found.final}
+        finality.awaited |= {(pipe, minute): missing for pipe, minute, missing in found.awaited}
+        finality.fed_ms |= {(pipe, minute): at_ms for pipe, minute, at_ms in found.fed_ms}
         for pipe, minute, each in found.given_up:
             name, part = part_of(pipe, each)
             finality.given_up.setdefault((name, minute), set()).add(part)

@@ -45,7 +45,8 @@ GAP = (3.0, 9.0)
 TRANSFORM_WEIGHT = 0.3
 """How often Spark is struck for each time that another process is: it needs 10 to 40 s to start, and would never get there."""
 LONG_FREEZES = ((0.25, 30.0), (0.5, 120.0))
-"""(when, as a share of the run; seconds): one expel hangs for so long while everything else is struck as always."""
+"""(when, as a share of the run; seconds): one expel hangs for so long. Meanwhile the others are frozen for moments, and
+brokers are killed."""
 MOST_TWICE = 0.01
 """Duplicates, as a share of what was acknowledged, that a run may have."""
 SETTLE_S = 300.0
@@ -66,6 +67,7 @@ class Soak:
     peaks: Counter[str] = field(default_factory=Counter)
     recoveries: list[float] = field(default_factory=list)
     frozen: set[int] = field(default_factory=set)
+    supervised: bool = True
 
     @property
     def ledger(self) -> Ledger:
@@ -73,7 +75,7 @@ class Soak:
         return self.straight.ledger
 
     async def strike(self) -> None:
-        """One fault: kill -9 (mostly), or a freeze of up to three seconds."""
+        """One fault: kill -9 (mostly), or a freeze of up to three seconds. Without its supervisor only the latter."""
         if self.cluster is not None and self.chance.random() < 0.15:
             await self._kill_broker(self.cluster)
             return
@@ -84,10 +86,14 @@ class Soak:
         (victim,) = self.chance.choices(running, weights)
         assert victim.pid is not None
         with suppress(ProcessLookupError):  # it ended just now
-            if self.chance.random() < 0.2:
-                os.kill(victim.pid, signal.SIGSTOP)
-                await asyncio.sleep(self.chance.uniform(0.5, 3))
-                os.kill(victim.pid, signal.SIGCONT)
+            if self.chance.random() < 0.2 or not self.supervised:
+                self.frozen.add(victim.pid)
+                try:
+                    os.kill(victim.pid, signal.SIGSTOP)
+                    await asyncio.sleep(self.chance.uniform(0.5, 3))
+                    os.kill(victim.pid, signal.SIGCONT)
+                finally:
+                    self.frozen.discard(victim.pid)
                 self.faults[f"freeze {victim.service}"] += 1
             else:
                 os.kill(victim.pid, signal.SIGKILL)
@@ -98,24 +104,35 @@ class Soak:
         return [one for one in state.processes if one.pid] if state is not None else []
 
     async def freeze_long(self, wait: float, seconds: float) -> None:
-        """After `wait` seconds, stop one expel for so long. Nothing else strikes it meanwhile, and its supervisor, which would
-        end it, is stopped as long."""
+        """After `wait` seconds, stop one expel for so long, and its supervisor, which would end it. It counts as a fault when it
+        was still stopped at the end."""
         await asyncio.sleep(wait)
-        pid = next((one.pid for one in await self._running() if one.service == "expel"), None)
-        if pid is None:
-            return
-        self.frozen.add(pid)
-        with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            supervisor = psutil.Process(pid).ppid()
-            try:
-                for each in (supervisor, pid):
-                    os.kill(each, signal.SIGSTOP)
-                await asyncio.sleep(seconds)
-            finally:
-                for each in (supervisor, pid):
-                    os.kill(each, signal.SIGCONT)
-            self.faults[f"freeze expel {seconds:.0f} s"] += 1
-        self.frozen.discard(pid)
+        while not await self._freeze_one(seconds):
+            await asyncio.sleep(0.5)
+
+    async def _freeze_one(self, seconds: float) -> bool:
+        """Whether there was an expel to freeze."""
+        expels = [one.pid for one in await self._running() if one.service == "expel" and one.pid not in self.frozen]
+        try:
+            victim = psutil.Process(expels[0])
+            supervisor = psutil.Process(victim.ppid())
+        except (IndexError, psutil.NoSuchProcess):  # it is being started again
+            return False
+        self.frozen.add(victim.pid)
+        self.supervised = False
+        try:
+            for each in (supervisor, victim):
+                each.suspend()
+            await asyncio.sleep(seconds)
+            if victim.status() == psutil.STATUS_STOPPED:
+                self.faults[f"freeze expel {seconds:.0f} s"] += 1
+        finally:
+            self.supervised = True
+            self.frozen.discard(victim.pid)
+            for each in (supervisor, victim):
+                with suppress(psutil.NoSuchProcess):
+                    each.resume()
+        return True
 
     async def _kill_broker(self, cluster: KafkaCluster) -> None:
         node = self.chance.choice(list(cluster.brokers))

@@ -43,11 +43,11 @@ class Finality:
         self.final_missing: dict[Key, dict[Part, int]] = {}
         """The missing events of a part when it became final, or when more of the waiting ones were lost. No zeros."""
         self.given_up: dict[Key, set[Part]] = {}
-        self._held: dict[Key, int] = {}
+        self.awaited: dict[Key, int] = {}
         """Minutes whose results come late, with the events that were missing behind the transform when this was seen."""
-        self._fed_ms: dict[Key, int] = {}
+        self.fed_ms: dict[Key, int] = {}
         """Of such minutes: when their first part became final. The transform's results came to the destinations until
-        then, so a destination that had done everything before is not done. Not kept over a restart."""
+        then, so a destination that had done everything before is not done."""
         self.newer_ms = 0
         """Until this time (ms), reports came that this version cannot read. They may have settled what is missing."""
 
@@ -83,7 +83,7 @@ class Finality:
         if row.minute * MINUTE_MS <= self.newer_ms:
             return NEWER_REPORTS
         until = (row.minute + 1) * MINUTE_MS + BEHIND_MS + STORED_MS
-        fed = None if part is None else self._fed_ms.get((row.pipe, row.minute))
+        fed = None if part is None else self.fed_ms.get((row.pipe, row.minute))
         if fed is not None:
             until = max(until, fed + MEASURED_MS)
         step = Step("transform", row.pipe) if part is None else Step("expel", row.pipe, part)
@@ -120,8 +120,8 @@ class Finality:
         if None in waiting:
             self.hold(row, now)
             return []
-        if self._held.pop(key, 0) > _missing_results(row):
-            self._fed_ms[key] = now
+        if self.awaited.pop(key, 0) > _missing_results(row):
+            self.fed_ms[key] = now
             waiting = self.why_open(row, now)
             if None in waiting:  # a pipe that feeds it has become final just now
                 return []
@@ -138,8 +138,8 @@ class Finality:
         """Note whether a transform that lives has results to come, later than a destination's reports have to reach."""
         is_late = now >= (row.minute + 1) * MINUTE_MS + BEHIND_MS + STORED_MS
         key, missing = (row.pipe, row.minute), _missing_results(row)
-        if is_late and missing and key not in self._held and self._liveness.alive(Step("transform", row.pipe), now):
-            self._held[key] = missing
+        if is_late and missing and key not in self.awaited and self._liveness.alive(Step("transform", row.pipe), now):
+            self.awaited[key] = missing
 
     def record_missing(self, key: Key, missing: dict[Part, int]) -> None:
         """Keep the number of missing events of these final parts."""
@@ -166,14 +166,12 @@ class Finality:
 
     def forget(self, keys: Iterable[Key]) -> None:
         for key in keys:
-            for known in (self.open, self.final_missing, self.given_up):
+            for known in (self.open, self.final_missing, self.given_up, self.awaited, self.fed_ms):
                 known.pop(key, None)
-            self._held.pop(key, None)
-            self._fed_ms.pop(key, None)
 
     def keys(self) -> set[Key]:
-        """All minutes of which any part is final or given up."""
-        return self.open.keys() | self.given_up.keys()
+        """All minutes of which anything is known."""
+        return self.open.keys() | self.given_up.keys() | self.awaited.keys() | self.fed_ms.keys()
 
 
 def _missing_results(row: Row) -> int:

@@ -52,7 +52,7 @@ class OriginSets:
 
     def __init__(self) -> None:
         self.held: dict[int, dict[Place, Origins]] = {}
-        """By minute and place, the accepted origins that no `fold` has seen."""
+        """By minute and place, the accepted origins that no `fold` has seen: also late ones of a minute in `packed`."""
         self.packed: dict[int, dict[Place, PackedOrigins]] = {}
         """By minute and place, the accepted origins that a `fold` has left."""
         self.reported_sets: dict[tuple[Step, Outcome], ReportedOrigins] = {}
@@ -87,7 +87,7 @@ class OriginSets:
             numbers -= self.gone.numbers(run)
             if reported.outcome != "accepted":
                 self._record_outcome(step, reported, run, numbers)
-            elif reported.minute is not None:
+            elif reported.minute is not None and numbers:  # a repetition does not make a counted minute young
                 place = (step.node, step.pipe)
                 self.held.setdefault(reported.minute, {}).setdefault(place, Origins()).add(run, numbers)
             self._touched.add(run, numbers)
@@ -287,13 +287,9 @@ class OriginSets:
         return {*young, *(run.incarnation for run in self._kept)}
 
     def _raise_floor(self, run: SequenceKey) -> None:
-        """To the run's first number in a minute that is not folded; without one, above everything that was folded."""
+        """To the run's first number that no `fold` has seen; without one, above everything that was folded."""
         young = [
-            numbers.min()
-            for minute, places in self.held.items()
-            if minute not in self.packed
-            for held in places.values()
-            if (numbers := held.numbers(run))
+            numbers.min() for places in self.held.values() for held in places.values() if (numbers := held.numbers(run))
         ]
         before = floor = self.floors.get(run, 0)
         if young:

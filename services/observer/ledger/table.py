@@ -21,9 +21,9 @@ from services.observer.ledger.spans import Spans
 class Ages(msgspec.Struct, frozen=True):
     """The age of a minute, in ms since its end, at which something happens to it.
 
-    final: it may be final, at the earliest. fold: its sets become counts, except for unsettled events. drop: its row is
-    forgotten, with its missing events; parts that are not final are given up. redrive: its dead letters are forgotten, so a
-    later redrive is not followed. waiting: the events that wait for another attempt are forgotten.
+    final: it may be final, at the earliest. fold: its sets become counts, except for unsettled events; so do those that are
+    reported later. drop: its row is forgotten, with its missing events; parts that are not final are given up. redrive: its dead
+    letters are forgotten, so a later redrive is not followed. waiting: the events that wait for another attempt are forgotten.
     """
 
     final: int = 150_000
@@ -236,7 +236,7 @@ class Table:
             if over == 3 or over > self._dropped.get(minute, 0):
                 given_up += self._give_up(minute, now)
                 self._drop(minute, over)
-            elif age >= self.ages.fold and minute not in self.origin_sets.packed and self._is_final(minute):
+            elif age >= self.ages.fold and minute in self.origin_sets.held and self._is_final(minute):
                 self._fold(minute)
         self._drop_rows(now)
         self.found = {key: at for key, at in self.found.items() if now - at < FOUND_FOR_MS}

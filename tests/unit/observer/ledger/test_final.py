@@ -143,6 +143,41 @@ def test_after_an_hour_sets_become_counts_and_what_is_open_stays() -> None:
     assert (row.waiting, row.steps[1].outcomes["delivered"]) == (0, 10)
 
 
+def test_what_ingest_reports_hours_late_counts_in_its_minute() -> None:
+    """Broken: an ingest that stood still for hours, e.g. on a suspended machine, reports its last events; some others of their
+    minutes still wait for a retry, and when later minutes are counted the late ones are missing, though delivered."""
+    table, now = Table(PLAIN), END_MS + 2 * Ages().fold
+
+    def tell_most(minute: int, first: int) -> None:
+        """Ten events: eight are delivered, one waits for a retry, one is missing."""
+        hear(table, accept(range(first, first + 10), minute=minute, at_ms=now))
+        hear(table, tell("transform", "late", "passed", range(first, first + 10), at_ms=now))
+        hear(table, tell("expel", "late", "delivered", range(first, first + 8), destination="ops", at_ms=now))
+        hear(table, tell("expel", "late", "retrying", [first + 8], destination="ops", at_ms=now))
+        everybody(table, now)
+
+    def counted(minute: int) -> tuple[int, int, int, int]:
+        row = table.row("late", minute, now)
+        return row.accepted, row.missing, row.waiting, row.steps[1].outcomes["delivered"]
+
+    minutes = MINUTE, MINUTE + 1
+    for number, minute in enumerate(minutes):
+        tell_most(minute, 10 * number)
+    table.tick(now)
+    assert sorted(table.origin_sets.packed) == list(minutes)
+    assert not table.origin_sets.held
+    for minute, first in ((minutes[0], 30), (minutes[1], 20), (MINUTE + 120, 40)):
+        tell_most(minute, first)
+    for _ in range(20):  # the young minute is counted, too
+        everybody(table, now)
+        table.tick(now)
+        now += 600_000
+    assert not table.origin_sets.held
+    assert [counted(minute) for minute in minutes] == [(20, 2, 2, 16)] * 2
+    hear(table, tell("expel", "late", "delivered", range(50), destination="ops", at_ms=now))
+    assert [counted(minute) for minute in minutes] == [(20, 0, 0, 20)] * 2
+
+
 def test_what_waits_for_days_is_known_until_it_is_delivered() -> None:
     """Broken: a parked event is forgotten after a day."""
     table = lossy(2)

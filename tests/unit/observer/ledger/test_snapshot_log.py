@@ -1,7 +1,7 @@
 """Snapshots in their topic: what is stored comes back, a crash leaves the one before, and what is written is bounded."""
 
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -285,6 +285,11 @@ async def test_the_snapshots_of_a_speaker_that_was_frozen_do_not_count(topic: To
     assert found[0] == ledger.parts()
 
 
+def without_late_results(parts: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Version 0.1 does not know that results come late."""
+    return {name: part for name, part in parts.items() if name.split()[0] not in ("awaited", "fed_ms")}
+
+
 async def test_versions(topic: Topic, producer: Producer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: an update or a downgrade of the observer loses what waits; or an observer guesses what a newer one wrote."""
     ledger, log = Ledger(4), topic.log(producer)
@@ -292,7 +297,7 @@ async def test_versions(topic: Topic, producer: Producer, monkeypatch: pytest.Mo
     topic.records += records_v1(dump_v1(ledger.table, ledger.state()), "one")
     found = await topic.load()
     assert found is not None
-    assert found[0] == ledger.parts(), "of before the update"
+    assert found[0] == without_late_results(ledger.parts()), "of before the update"
     await log.load(lambda: Table(FLOW))
     log.begin_term()
     ledger.go_on(10)
@@ -300,10 +305,12 @@ async def test_versions(topic: Topic, producer: Producer, monkeypatch: pytest.Mo
     assert (await topic.load() or ({}, None))[0] == ledger.parts()
     ledger.go_on(10)
     topic.records += records_v1(dump_v1(ledger.table, ledger.state()), "two")
-    assert (await topic.load() or ({}, None))[0] == ledger.parts(), "of an observer that was downgraded"
+    found = await topic.load()
+    assert found is not None
+    assert found[0] == without_late_results(ledger.parts()), "of an observer that was downgraded"
     log = topic.log(producer)
     await log.load(lambda: Table(FLOW))
-    before = ledger.parts()
+    before = without_late_results(ledger.parts())
     ledger.go_on(10)
     monkeypatch.setattr(snapshot_log, "VERSION", 3)
     monkeypatch.setattr(snapshot_log, "_VERSION", b"3")
