@@ -2,11 +2,12 @@
 
 A destination reads its streams, or the output of its transform, through a group of its own. Only a group without members moves.
 The events that a skip passes over are reported to the ledger, then written to the audit, then passed: after a crash in
-between, the same command does all of it again. `.retry` and `.parked` are not moved.
+between, the same command does all of it again. The topics of waiting events (`Lane.waiting`) are moved only where they are
+named; what a skip passes there becomes dead letters (`Burial`).
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
@@ -17,61 +18,21 @@ from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.reading import READ_RECORDS, read_tail, read_topic
 from services.core.broker.record import TopicPartition
-from services.core.dead_letter import Position
 from services.core.ledger.report import TELEMETRY, pack_offset
 from services.core.ledger.reporter import Reporter, new_instance
 from services.core.pauses import Pause
-from services.core.pipes import PipeFile, is_retried
+from services.core.pipes import PipeFile
 from services.core.retry_state import state_for
 from services.core.takeover_dedup import TAIL_EVENTS, WITHIN_S
-from services.core.topic_names import RETRY_IN, delivery_group, delivery_topics, lane_name, removed_lanes
+from services.core.topic_names import RETRY_IN, removed_lanes
 from services.core.waiting import find_takeover, read_bookmark
+from services.fleet.buried import Burial, events_of
+from services.fleet.lanes import Lane
 from services.fleet.paused import pause_json
-from services.fleet.problem import CommandFailed, unknown_name
+from services.fleet.problem import CommandFailed
 
-HAS_MEMBERS = (
-    "stop the fleet, or every process of services.expel that serves this pipe, then the same command. "
-    "A paused destination stays in its group"
-)
 _REPORT_EVENTS = 100_000
 """Events between two reports of a skip."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """A destination of the pipe file. topics: those that it reads, without `.retry` and `.parked`.
-
-    retries: whether it uses the global retrier.
-    """
-
-    pipe: str
-    destination: str
-    topics: tuple[str, ...]
-    retries: bool
-
-    @property
-    def name(self) -> str:
-        """`pipe/destination`."""
-        return lane_name(self.pipe, self.destination)
-
-    @property
-    def group(self) -> str:
-        return delivery_group(self.pipe, self.destination)
-
-
-def find_lanes(file: PipeFile, name: str | None) -> list[Lane]:
-    """The destinations that `name` selects: of a pipe, `pipe/destination`, or None for all. Raises CommandFailed for an
-    unknown one."""
-    known = [
-        Lane(pipe, one.name, tuple(delivery_topics(pipe, found)), is_retried(one))
-        for pipe, found in file.pipes.items()
-        for one in found.destinations
-    ]
-    chosen = [lane for lane in known if name in (None, lane.pipe, lane.name)]
-    if not chosen:
-        names = [lane.name for lane in known]
-        raise unknown_name(f"there is no pipe or destination {name}", name or "", names, none="the pipe file has none")
-    return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +86,10 @@ class LaneOffsets:
         }
 
 
-async def read_offsets(broker: Broker, lane: Lane) -> list[PartitionOffsets]:
-    """The offsets of every partition that the destination reads. Raises BrokerError kinds."""
+async def read_offsets(broker: Broker, lane: Lane, topics: Collection[str]) -> list[PartitionOffsets]:
+    """The offsets of the group in every partition of these topics. Raises BrokerError kinds."""
     found = []
-    for topic in lane.topics:
+    for topic in topics:
         held = await broker.reader.describe(topic)
         nexts = await broker.admin.positions(lane.group, topic)
         lags = await broker.admin.group_lag(lane.group, topic)
@@ -143,7 +104,10 @@ async def read_lanes(broker: Broker, lanes: Sequence[Lane], paused: Mapping[str,
     """The offsets and members of these destinations. Raises BrokerError kinds."""
     return [
         LaneOffsets(
-            lane, await broker.admin.members(lane.group), paused.get(lane.name), await read_offsets(broker, lane)
+            lane,
+            await broker.admin.members(lane.group),
+            paused.get(lane.name),
+            await read_offsets(broker, lane, lane.topics or lane.waiting),
         )
         for lane in lanes
     ]
@@ -178,35 +142,17 @@ class Move:
         }
 
 
-def parse_offset(text: str, lane: Lane) -> tuple[TopicPartition, int]:
-    """From `partition:offset`, or `topic:partition:offset` where the destination reads several topics. Raises CommandFailed."""
-    topic = lane.topics[0]
-    has_topic = text.count(":") > 1
-    try:
-        found = Position.parse(text if has_topic else f"{topic}:{text}")
-    except ValueError:
-        example = f"{topic}:0:4712" if len(lane.topics) > 1 else "0:4712"
-        raise CommandFailed(
-            f"--to-offset {text[:80]!r} names no offset", f"PARTITION:OFFSET, e.g. {example}", status=2
-        ) from None
-    if found.topic not in lane.topics:
-        names = ", ".join(lane.topics)
-        raise CommandFailed(
-            f"{lane.name} does not read {found.topic}, or it is not moved", f"one of: {names}", status=2
-        )
-    if not has_topic and len(lane.topics) > 1:
-        names = ", ".join(lane.topics)
-        raise CommandFailed(f"{lane.name} reads several streams: {names}", f"--to-offset {topic}:{text}", status=2)
-    return TopicPartition(found.topic, found.partition), found.offset
-
-
 async def plan_moves(broker: Broker, lane: Lane, target: Target, action: str) -> list[Move]:
     """The moves of a RESET or SKIP; of partitions that are there already, or on the other side, none.
 
     Raises CommandFailed for an offset that the partition does not hold or that is on the other side, and BrokerError kinds.
     """
-    offsets = await read_offsets(broker, lane)
     is_named = not isinstance(target, str | datetime)
+    if not is_named and not lane.topics:
+        example = f"--to-offset {lane.waiting[0]}:0:4712"
+        raise CommandFailed(f"{lane.name} has only waiting events, which are moved by offset", example, status=2)
+    named = () if isinstance(target, str | datetime) else dict.fromkeys(source.topic for source in target)
+    offsets = await read_offsets(broker, lane, list(named or lane.topics))
     wanted = await _resolve(broker, lane, target, offsets)
     moves = []
     for now in offsets:
@@ -217,7 +163,7 @@ async def plan_moves(broker: Broker, lane: Lane, target: Target, action: str) ->
         )
         if move is not None:
             moves.append(move)
-    return [await count_events(broker, move) for move in moves]
+    return [await count_events(broker, move, lane) for move in moves]
 
 
 async def _resolve(
@@ -268,11 +214,16 @@ def _plan_move(now: PartitionOffsets, to: int, action: str, *, is_named: bool, c
     return None
 
 
-async def count_events(broker: Broker, move: Move) -> Move:
-    """The move with its number of events. They are read where offsets do not count them. Raises BrokerError kinds."""
+async def count_events(broker: Broker, move: Move, lane: Lane | None = None) -> Move:
+    """The move with its number of events. They are read where offsets do not count them. Raises BrokerError kinds.
+
+    lane: whose group moves; in a topic of waiting events only those count that it would process."""
     passed, (topic, number) = move.passed, move.now.source
     count = max(0, passed.end - passed.start)
-    if not broker.features.contiguous_offsets:
+    if lane is not None and topic in lane.waiting:
+        batches = read_topic(broker.reader, topic, number, passed, page=READ_RECORDS, skips_damage=True)
+        count = sum([len(list(events_of(batch, lane))) async for batch in batches])
+    elif not broker.features.contiguous_offsets:
         batches = read_topic(broker.reader, topic, number, passed, page=READ_RECORDS, skips_damage=True)
         count = sum([len(batch.records) async for batch in batches])
     return replace(move, count=count)
@@ -282,7 +233,9 @@ async def require_no_members(broker: Broker, lane: Lane, note: str = "") -> None
     """Raise CommandFailed while any process reads for the destination. note: the end of its text."""
     if members := await broker.admin.members(lane.group):
         names = ", ".join(members[:3]) + (f" and {len(members) - 3} more" if len(members) > 3 else "")
-        raise CommandFailed(f"{lane.name} runs: its group {lane.group} has living members: {names}{note}", HAS_MEMBERS)
+        raise CommandFailed(
+            f"{lane.name} runs: its group {lane.group} has living members: {names}{note}", lane.stopped_by
+        )
 
 
 async def require_own_position(broker: Broker, pipes: PipeFile, lane: Lane) -> None:
@@ -311,25 +264,32 @@ async def skip_events(
 ) -> list[Move]:
     """Report the events as skipped, write the audit, then move the group. After a failure, repeat it.
 
-    Returns the moves with the number of events that could be read and are reported. show: called with the sum so far.
+    Returns the moves with the number of events that could be read and are reported. Waiting events become dead letters.
+    because: the operator's reason. show: called with the sum so far.
     Raises CommandFailed when the group has members, and BrokerError kinds.
     """
     await _require_unmoved(broker, lane, moves)
     reporter = Reporter(producer, f"skip-{new_instance()}", "expel", lane.pipe, lane.destination)
+    burial = Burial(broker, producer, lane, because)
     done: list[Move] = []
     events = unreported = 0
     for move in moves:
         before, (topic, number) = events, move.now.source
         async for batch in read_topic(broker.reader, topic, number, move.passed, page=READ_RECORDS, skips_damage=True):
-            reporter.settled.add("skipped", batch.records)
-            events += len(batch.records)
-            unreported += len(batch.records)
+            if topic in lane.waiting:
+                events += await burial.bury(batch)
+            else:
+                reporter.settled.add("skipped", batch.records)
+                events += len(batch.records)
+                unreported += len(batch.records)
             if unreported >= _REPORT_EVENTS:
                 await reporter.report()
                 unreported = 0
             show(events)
         done.append(replace(move, count=events - before))
-    await reporter.report(closed=True)
+    if any(one.now.source.topic in lane.topics for one in moves):
+        await reporter.report(closed=True)
+    await burial.close()
     await _move(broker, producer, lane, done, SKIP, who, {"destination": lane.name, "because": because})
     return done
 
@@ -351,20 +311,19 @@ async def _move(
     note = "; its events count as skipped until they are delivered" if action == SKIP else ""
     await _require_unmoved(broker, lane, moves, note)
     await write_moves(producer, action, who, filters, audited(moves))
-    for topic in lane.topics:
+    for topic in dict.fromkeys(one.now.source.topic for one in moves):
         processed = {one.now.source.partition: one.to - 1 for one in moves if one.now.source.topic == topic}
-        if not processed:
-            continue
         try:
             await broker.admin.set_committed(lane.group, topic, processed)
         except Unavailable as error:
-            raise CommandFailed(f"{lane.name} was not moved in {topic}: {error}{note}", HAS_MEMBERS) from error
+            raise CommandFailed(f"{lane.name} was not moved in {topic}: {error}{note}", lane.stopped_by) from error
 
 
 async def _require_unmoved(broker: Broker, lane: Lane, moves: Sequence[Move], note: str = "") -> None:
     """Raise CommandFailed when the group has members, or is not where the moves begin. note: the end of its text."""
     await require_no_members(broker, lane, note)
-    now = {one.source: one.next for one in await read_offsets(broker, lane)}
+    topics = {one.now.source.topic for one in moves}
+    now = {one.source: one.next for one in await read_offsets(broker, lane, topics)}
     if any(now.get(one.now.source) != one.now.next for one in moves):
         raise CommandFailed(
             f"{lane.name} was moved by another process meanwhile, and is not moved now{note}", "the same command"

@@ -26,13 +26,11 @@ from services.fleet.access import find_broker, find_fleet, find_pipes, opened
 from services.fleet.console import ERR, OUT, confirm, make_table, print_note
 from services.fleet.dead.audit import Auditor, whoami
 from services.fleet.dead.view import plain
+from services.fleet.lanes import Lane, find_lanes, parse_offset
 from services.fleet.offsets import (
-    Lane,
     LaneOffsets,
     Move,
     Target,
-    find_lanes,
-    parse_offset,
     plan_moves,
     read_lanes,
     require_ledger,
@@ -58,7 +56,7 @@ MAX_REASON = 500
 _64_BITS = 1 << 63
 
 Selected = Annotated[str | None, typer.Argument(metavar="[PIPE[/DESTINATION]]", help="Absent: every destination.")]
-OneLane = Annotated[str, typer.Argument(metavar="PIPE/DESTINATION", help="The destination.")]
+OneLane = Annotated[str, typer.Argument(metavar="PIPE/DESTINATION", help="The destination; or penstock/retrier.")]
 ToTime = Annotated[
     str | None,
     typer.Option("--to", help="The first event of this time: 2h (ago), or an RFC 3339 time. Event times count."),
@@ -68,7 +66,8 @@ ToOffset = Annotated[
     typer.Option(
         "--to-offset",
         metavar="[TOPIC:]PARTITION:OFFSET",
-        help="The next offset of one partition; others stay. Repeatable. TOPIC: when the destination reads several.",
+        help="The next offset of one partition; others stay. Repeatable. "
+        "TOPIC: when the destination reads several, or of waiting events.",
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
@@ -159,12 +158,16 @@ def _show_transforms(
     epilog=example(
         "penstock group reset orders/crm --to 2h\n"
         "penstock group reset orders/crm --to-offset 0:4712 --to-offset 1:4698 --yes\n"
+        "penstock group reset orders/crm --to-offset orders.retry:0:17\n"
         "penstock group reset large-orders --to-earliest"
     )
 )
 def reset(
     name: Annotated[
-        str, typer.Argument(metavar="PIPE/DESTINATION|PIPE", help="The destination; or the pipe, for its transform.")
+        str,
+        typer.Argument(
+            metavar="PIPE/DESTINATION|PIPE", help="The destination; penstock/retrier; or the pipe, for its transform."
+        ),
     ],
     to: ToTime = None,
     to_offset: ToOffset = None,
@@ -178,7 +181,8 @@ def reset(
     """Deliver events again: move a destination back, or let a transform begin again. It must be stopped. Ids stay the same.
 
     It never moves forward over a stored event; partitions that are further back stay. Waiting retries and parked events
-    (PIPE.retry, PIPE.parked) are not moved. The audit names the events (penstock dead audit). PIPE --to-earliest lets the
+    (PIPE.retry, PIPE.parked; of penstock/retrier: penstock.retry-in, penstock.delay-*) are moved only where --to-offset names
+    their topic. The audit names the events (penstock dead audit). PIPE --to-earliest lets the
     pipe's transform begin again: its checkpoint in the data folder is renamed. A lost checkpoint, or one that this machine
     does not have, needs no folder.
     """
@@ -215,7 +219,8 @@ def skip(
     """Do not deliver the next events: move a destination forward. It must be stopped.
 
     Every skipped event is counted as skipped in the loss table, and is in the audit with the reason (penstock dead audit).
-    Waiting retries and parked events (PIPE.retry, PIPE.parked) are not skipped. After a failure, repeat the command.
+    Waiting retries and parked events (PIPE.retry, PIPE.parked; of penstock/retrier: penstock.retry-in, penstock.delay-*) are
+    skipped only where --to-offset names their topic, and become dead letters. After a failure, repeat the command.
     """
     file = load_pipes(find_pipes(pipes, data))
     lane = _one_lane(file, name)
@@ -228,6 +233,8 @@ def skip(
     if _confirm(lane, moves, "will not be delivered to", yes=yes):
         done = uvloop.run(_skip(url, lane, moves, reason.strip()[:MAX_REASON]))
     _print(lane, done, "skip", "are skipped", as_json=as_json)
+    if not as_json and any(move.count and move.now.source.topic in lane.waiting for move in done):
+        print_note("Waiting events that were skipped are dead letters now. Try: penstock dead list --reason skipped")
 
 
 def _one_lane(file: PipeFile, name: str) -> Lane:

@@ -19,8 +19,9 @@ from services.fleet.cost import FleetSample, Load, Prices, StreamSample, render_
 from services.fleet.dead.view import cause_table, letter_table
 from services.fleet.demo.chaos import render_chaos
 from services.fleet.demo.run import render_result
+from services.fleet.lanes import Lane
 from services.fleet.observer_client import loss_table, outcome_table
-from services.fleet.offsets import Lane, LaneOffsets, PartitionOffsets
+from services.fleet.offsets import LaneOffsets, PartitionOffsets
 from services.fleet.paused import DestinationState, destination_table
 from services.fleet.status_view import render_status
 from services.fleet.trial import Trial
