@@ -18,7 +18,11 @@ _BEHIND = (
     "behind: events not settled, and the age of the oldest by its own time; of a destination behind a transform, results of\n"
     "the transform. waiting: events in PIPE.retry, with the global retrier, or parked; see penstock loss show PIPE"
 )
-_DUE = "a waiting event is sent when its next round is due (the destination's schedule); it cannot be brought forward"
+_DUE = (
+    "a waiting event is sent when its next round is due (the destination's schedule); it cannot be brought forward.\n"
+    "Why it waits: penstock doctor"
+)
+_DEAD = "dead: events in the dead letters, with the reason; see penstock dead list"
 
 
 def render_status(status: dict[str, Any]) -> RenderableType:
@@ -43,6 +47,8 @@ def render_status(status: dict[str, Any]) -> RenderableType:
         parts.append(_retrier(status["retrier"]))
         if status["retrier"]["waiting"]:
             parts.append(Text(_DUE, style="dim"))
+    if any(row["dead"] for row in (*status["transforms"], *status["destinations"])):
+        parts.append(Text(_DEAD, style="dim"))
     return Group(*parts, _processes(status["processes"]))
 
 
@@ -112,7 +118,9 @@ def _destinations(rows: list[dict[str, Any]]) -> Table:
 def _failing(row: dict[str, Any]) -> Text:
     """A line for a destination whose circuit breaker is not closed."""
     name = Text(f"{row['pipe']} → {row['destination']}", style="red")
-    return Text.assemble(name, " fails: its circuit breaker is open. The next event that is due tests its receiver")
+    return Text.assemble(
+        name, " fails: its circuit breaker is open. The next event that is due tests its receiver. Try: penstock doctor"
+    )
 
 
 def _paused(row: dict[str, Any]) -> Text:

@@ -29,7 +29,7 @@ _SHOWN_OUTPUTS = 20
 _SHOWN_ORIGIN = 100  # bytes; other programs may write any
 _ORDER = [RETRY_IN, *(delay_topic(seconds) for seconds in reversed(DELAYS_S))]
 """The direction in which the retrier moves events."""
-_SILENT = "the {} has reported nothing since; it does not run, or the ledger is off"
+_SILENT = "the {} has reported nothing since; it is starting, does not run, or the ledger is off"
 _WHY_NOTHING = {
     "filtered": "gets nothing of it: the transform dropped it",
     "dead": "gets nothing of it: the transform could not transform it",

@@ -52,6 +52,7 @@ async def test_the_clock_of_each_lag_is_named(tmp_path: Path) -> None:
     assert f"counts since {format_time(int(psutil.Process().create_time() * 1000))}; of a restarted process" in text
     assert "penstock loss show PIPE" in text
     assert "fails: its circuit breaker is open" not in text
+    assert "penstock dead list" not in text
 
 
 async def test_an_open_circuit_breaker_is_named(tmp_path: Path) -> None:
@@ -64,6 +65,7 @@ async def test_an_open_circuit_breaker_is_named(tmp_path: Path) -> None:
     }
     state = FleetState(os.getpid(), "", f"log:{tmp_path}", "pipes.yaml", "127.0.0.1:1", "127.0.0.1:2", [])
     values["penstock_ledger_waiting_events", lanes["d"]] = 41_577.0
+    values["penstock_expel_events_dead_total", lanes["d"] | {("reason", "http_404")}] = 1.0
     status = await summarise(StatusReading(state, Sample(0.0, values), None), pipes)
     assert [row["breaker_open"] for row in status["destinations"]] == [True, False]
     assert [row["waiting"] for row in status["destinations"]] == [41_577, None], "unknown is not zero"
@@ -71,6 +73,8 @@ async def test_an_open_circuit_breaker_is_named(tmp_path: Path) -> None:
     console.print(render_status(status))
     text = console.export_text()
     assert text.count("fails: its circuit breaker is open") == 1
+    assert "Try: penstock doctor" in text
+    assert "penstock dead list" in text
     assert "41577" in text
 
 
