@@ -1,10 +1,20 @@
 """A model of how Kafka's brokers store what producers send: leaders, replicas, what they remember, what they answer.
 
-Written from what Kafka 4 does (`ReplicaManager`, `Partition`, `UnifiedLog`, `ProducerStateManager`); nothing of it is copied. A
-leader checks a batch in this order: is it the leader, are enough replicas in sync (19), the batch's size (10), its records'
-times (32), is it one of the last five batches of this producer (then it answers as for the first one), does its number follow
-the last (45). Only then it appends, and answers when all in-sync replicas have the batch: 0, or 20 if too few are in sync by
-then, or 7 after the producer's patience. A leader that hears of another one answers 6 to what still waits.
+Written from what Kafka 4.0 does (`ReplicaManager`, `Partition`, `UnifiedLog`, `ProducerStateManager`, `ProducerStateEntry`,
+`ProducerAppendInfo`); nothing of it is copied. A leader checks a batch in this order:
+
+- is it the leader, are enough replicas in sync (19), the batch's size (10), its records' times (32);
+- is it one of the last five batches of this producer id and epoch: then it answers as for the first one;
+- is its epoch the last that was seen of this producer id, or a later one (47; until Kafka 2.6 the same code was called
+  ProducerFenced). Only the last epoch's batches are remembered, so a repeat of a stored batch under an older epoch gets 47, too;
+- does its number follow the last of its epoch (45). A later epoch begins at 0 (45).
+
+Only then it appends, and answers when all in-sync replicas have the batch: 0, or 20 if too few are in sync by then, or 7 after
+the producer's patience. A leader that hears of another one answers 6 to what still waits.
+
+Two answers are of older Kafkas (`forgetful`). Up to 2.4 a producer that the leader does not know had to begin at 0 (59); later
+Kafkas take any number. Up to 1.0 a repeat of a batch that is older than the five remembered ones got 46; since 1.1 it gets 45, as
+any other number that does not follow. We need 2.1; others that speak Kafka's protocol may still answer 46.
 
 Replicas follow their leader at once unless a node is frozen, or the two cannot reach each other. Who leads and who is in sync
 is decided by a controller that every node hears unless it is frozen or cut off. Elections are clean: only a replica in sync is
@@ -18,7 +28,7 @@ from typing import Any
 
 NONE, UNKNOWN_TOPIC, NOT_LEADER, REQUEST_TIMED_OUT, MESSAGE_TOO_LARGE = 0, 3, 6, 7, 10
 NOT_ENOUGH_REPLICAS, NOT_ENOUGH_REPLICAS_AFTER_APPEND, INVALID_TIMESTAMP = 19, 20, 32
-OUT_OF_ORDER, UNKNOWN_PRODUCER = 45, 59
+OUT_OF_ORDER, DUPLICATE, OLD_EPOCH, UNKNOWN_PRODUCER = 45, 46, 47, 59
 REMEMBERED = 5
 _WRAP = 0x7FFFFFFF
 
@@ -112,11 +122,15 @@ class Partition:
     """One partition with a replica on each node. Settings may be changed at any time."""
 
     def __init__(self, nodes: Nodes, leader: int, *, min_in_sync: int = 2, forgetful: bool = False) -> None:
-        """forgetful: refuses numbers of producers that it does not know (59), as Kafka did before 2.5; now it takes any."""
+        """forgetful: answers 59 and 46 as old Kafkas did, see the module."""
         self.nodes, self.min_in_sync, self.forgetful = nodes, min_in_sync, forgetful
         self.view = View(0, leader, frozenset(nodes.names))
         self.replicas = {node: Replica(node, self.view) for node in nodes.names}
         self.expired: dict[int, int] = {}
+        self.epochs: dict[int, int] = {}
+        """The last epoch that was seen of a producer id, where no batch of it is stored."""
+        self.remembered = REMEMBERED
+        """Of how many batches that all replicas have a repeat is known: fewer, as if newer batches had come meanwhile."""
         self.max_bytes = 1 << 20
         self.refuses_times = False
         """Whether batches with a record whose value begins with `!` are refused for its time."""
@@ -143,10 +157,19 @@ class Partition:
     def _number(self, replica: Replica, batch: StoredBatch) -> StoredBatch | int:
         """The batch as it is stored, now or before; or the code of a number that does not follow."""
         known = replica.last_of(batch.producer_id, self.expired.get(batch.producer_id, 0))
+        last_epoch = max(self.epochs.get(batch.producer_id, -1), known[0].epoch if known else -1)
+        if batch.epoch < last_epoch:
+            return OLD_EPOCH
+        known = [one for one in known if one.epoch == batch.epoch]
+        newest = known[: self.remembered]
         for one in known:
-            if (one.epoch, one.first, len(one.values)) == (batch.epoch, batch.first, len(batch.values)):
+            is_remembered = one in newest or one.after > replica.high_water
+            if is_remembered and (one.first, len(one.values)) == (batch.first, len(batch.values)):
                 return one
         if known and known[0].next_number != batch.first:
+            oldest = newest[-1].first if newest else known[0].next_number
+            return DUPLICATE if self.forgetful and batch.next_number <= oldest else OUT_OF_ORDER
+        if not known and batch.first and last_epoch >= 0:
             return OUT_OF_ORDER
         if not known and batch.first and self.forgetful:
             return UNKNOWN_PRODUCER
@@ -241,8 +264,15 @@ class Partition:
     def _choose(self, candidates: frozenset[int]) -> int | None:
         return min((node for node in candidates if self.nodes.hears(node)), default=None)
 
+    def fence_producers(self) -> None:
+        """Every producer id is seen with its next epoch. No batch of it is stored."""
+        for replica in self.replicas.values():
+            for one in replica.log:
+                self.epochs[one.producer_id] = max(self.epochs.get(one.producer_id, 0), one.epoch + 1)
+
     def forget_producers(self) -> None:
         """The state of every producer has expired."""
+        self.epochs.clear()
         for replica in self.replicas.values():
             self.expired |= {one.producer_id: max(r.end for r in self.replicas.values()) for one in replica.log}
 
@@ -254,6 +284,7 @@ class Partition:
             replica.fetched.clear()
             replica.high_water = 0
         self.expired.clear()
+        self.epochs.clear()
 
     def stored(self) -> list[bytes]:
         """The values of all records that a reader gets, in order. Fault-free: the log of the leader."""

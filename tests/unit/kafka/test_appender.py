@@ -148,7 +148,7 @@ async def test_a_batch_in_doubt_goes_out_unchanged_until_it_is_stored(
     assert sender.batches == [(7, 0, 3)] * 4 + [(7, 3, 1)]
 
 
-@pytest.mark.parametrize("code", [OUT_OF_ORDER, UNKNOWN_PRODUCER, 47, 49])
+@pytest.mark.parametrize("code", [OUT_OF_ORDER, UNKNOWN_PRODUCER, 47, 49, 90])
 async def test_a_number_that_a_leader_does_not_know_is_not_changed_while_its_batch_is_in_doubt(
     appender: KafkaAppender, sender: AnsweringSender, code: int
 ) -> None:
@@ -161,7 +161,7 @@ async def test_a_number_that_a_leader_does_not_know_is_not_changed_while_its_bat
     assert sender.batches == [(7, 0, 3)] * 3
 
 
-@pytest.mark.parametrize("code", [OUT_OF_ORDER, UNKNOWN_PRODUCER, 47, 49, MESSAGE_TOO_LARGE, INVALID_TIMESTAMP])
+@pytest.mark.parametrize("code", [OUT_OF_ORDER, UNKNOWN_PRODUCER, 47, 49, 90, MESSAGE_TOO_LARGE, INVALID_TIMESTAMP])
 async def test_a_refusal_that_lasts_ends_the_old_number(
     appender: KafkaAppender, sender: AnsweringSender, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
@@ -189,7 +189,7 @@ async def test_an_outage_does_not_end_the_old_number(
     assert sender.batches == [(7, 0, 3)] * 3
 
 
-@pytest.mark.parametrize("code", [OUT_OF_ORDER, UNKNOWN_PRODUCER, 47, 49, DUPLICATE])
+@pytest.mark.parametrize("code", [OUT_OF_ORDER, UNKNOWN_PRODUCER, 47, 49, 90, DUPLICATE])
 async def test_a_new_batch_that_is_refused_for_its_number_goes_out_under_a_new_producer_id(
     appender: KafkaAppender, sender: AnsweringSender, code: int
 ) -> None:

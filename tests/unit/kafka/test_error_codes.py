@@ -26,10 +26,21 @@ from services.core.broker.kafka.error_codes import bounded, classify, classify_p
         (5, Unavailable),  # LEADER_NOT_AVAILABLE
         (19, Unavailable),  # NOT_ENOUGH_REPLICAS
         (45, Unavailable),  # OUT_OF_ORDER_SEQUENCE_NUMBER
+        (46, Unavailable),  # DUPLICATE_SEQUENCE_NUMBER: the number is taken, this batch is not there
+        (47, Unavailable),  # INVALID_PRODUCER_EPOCH
+        (49, Unavailable),  # INVALID_PRODUCER_ID_MAPPING
+        (90, Unavailable),  # PRODUCER_FENCED
+        (100, Unavailable),  # UNKNOWN_TOPIC_ID
         (89, Throttled),  # THROTTLING_QUOTA_EXCEEDED
         (10, RecordTooLarge),  # MESSAGE_TOO_LARGE
         (32, BrokerError),  # INVALID_TIMESTAMP
         (29, BrokerError),  # TOPIC_AUTHORIZATION_FAILED
+        (31, BrokerError),  # CLUSTER_AUTHORIZATION_FAILED
+        (17, BrokerError),  # INVALID_TOPIC_EXCEPTION
+        (21, BrokerError),  # INVALID_REQUIRED_ACKS
+        (43, BrokerError),  # UNSUPPORTED_FOR_MESSAGE_FORMAT
+        (53, BrokerError),  # TRANSACTIONAL_ID_AUTHORIZATION_FAILED
+        (76, BrokerError),  # UNSUPPORTED_COMPRESSION_TYPE
         (6, OutcomeUnknown),  # NOT_LEADER_OR_FOLLOWER: also after the old leader wrote
         (7, OutcomeUnknown),  # REQUEST_TIMED_OUT
         (20, OutcomeUnknown),  # NOT_ENOUGH_REPLICAS_AFTER_APPEND

@@ -26,6 +26,8 @@ class FakeNode:
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.throttle_ms = 0
+        self.code = 0
+        self.updates = 0
 
     async def client(self) -> "FakeNode":
         return self
@@ -33,13 +35,18 @@ class FakeNode:
     async def ready(self, node: int) -> bool:
         return self.connected
 
+    def force_metadata_update(self) -> None:
+        self.updates += 1
+
     async def send(self, node: int, request: Any) -> Any:
         topics = request.prepare({0: (3, 7)}).topics
         self.requests.append(topics)
         await self.go_on.wait()
         if self.error is not None:
             raise self.error
-        answered = [] if self.silent else [(t, [(p, 0, 100 + p, -1, 0) for p, _ in parts]) for t, parts in topics]
+        answered = (
+            [] if self.silent else [(t, [(p, self.code, 100 + p, -1, 0) for p, _ in parts]) for t, parts in topics]
+        )
         return SimpleNamespace(topics=answered, throttle_time_ms=self.throttle_ms)
 
 
@@ -128,3 +135,19 @@ async def test_a_bug_leaves_nobody_waiting() -> None:
     assert task is not None
     with pytest.raises(ZeroDivisionError):
         await task
+
+
+@pytest.mark.parametrize(
+    ("code", "asks"), [(3, 1), (5, 1), (6, 1), (45, 1), (56, 1), (100, 1), (0, 0), (19, 0), (43, 0)]
+)
+async def test_a_node_that_may_not_lead_any_more(code: int, asks: int) -> None:
+    """If it fails, a batch goes to the former leader, or to one whose disk is broken, until the metadata is old."""
+    node = FakeNode()
+    node.code = code
+    batch = PendingBatch("t", 0, b"x")
+    sender = _sender(node)
+    sender.add(batch, 5)
+    assert (await batch.answer)[0] == code
+    while sender.task is not None:
+        await asyncio.sleep(0)
+    assert node.updates == asks

@@ -20,19 +20,32 @@ UNKNOWN_TOPIC = kafka.UnknownTopicOrPartitionError.errno
 TOO_LARGE = frozenset({kafka.MessageSizeTooLargeError.errno, kafka.RecordListTooLargeError.errno})
 THROTTLING_QUOTA_EXCEEDED = 89
 INVALID_RECORD = 87
+PRODUCER_FENCED = 90
+UNKNOWN_TOPIC_ID = 100
+UNSUPPORTED_COMPRESSION = 76
+_NAMES = {
+    74: "FENCED_LEADER_EPOCH",
+    UNSUPPORTED_COMPRESSION: "UNSUPPORTED_COMPRESSION_TYPE",
+    INVALID_RECORD: "INVALID_RECORD",
+    THROTTLING_QUOTA_EXCEEDED: "THROTTLING_QUOTA_EXCEEDED",
+    PRODUCER_FENCED: "PRODUCER_FENCED",
+    UNKNOWN_TOPIC_ID: "UNKNOWN_TOPIC_ID",
+    120: "TRANSACTION_ABORTABLE",
+}
+"""Of codes that a produce answer can carry and aiokafka does not know."""
 
 PRODUCER_STATE_LOST = frozenset(
-    error.errno
-    for error in (
-        kafka.OutOfOrderSequenceNumber,
-        kafka.InvalidProducerEpoch,
-        kafka.UnknownProducerId,
-        kafka.InvalidProducerIdMapping,
-        kafka.DuplicateSequenceNumber,
-    )
+    {
+        kafka.OutOfOrderSequenceNumber.errno,
+        kafka.InvalidProducerEpoch.errno,
+        kafka.UnknownProducerId.errno,
+        kafka.InvalidProducerIdMapping.errno,
+        kafka.DuplicateSequenceNumber.errno,
+        PRODUCER_FENCED,
+    }
 )
-"""The node refuses our sequence number. A batch that was sent for the first time is not stored, and needs a new producer id.
-About a batch in doubt this says nothing: the node may not know yet that another one leads the partition."""
+"""The node refuses our sequence number, or our producer id. A batch that was sent for the first time is not stored, and needs a
+new producer id. About a batch in doubt this says nothing: the node may not know yet that another one leads the partition."""
 
 DUPLICATE_SEQUENCE = kafka.DuplicateSequenceNumber.errno
 """The broker has stored a batch of this number, too long ago to know its offset."""
@@ -43,6 +56,8 @@ STALE_LEADER = frozenset(
         kafka.LeaderNotAvailableError.errno,
         kafka.NotLeaderForPartitionError.errno,
         kafka.OutOfOrderSequenceNumber.errno,
+        kafka.KafkaStorageError.errno,
+        UNKNOWN_TOPIC_ID,
     }
 )
 """Another node may lead the partition."""
@@ -64,14 +79,26 @@ _NOT_STORED = frozenset(
         UNKNOWN_TOPIC,
         kafka.LeaderNotAvailableError.errno,
         kafka.NotEnoughReplicasError.errno,
+        UNKNOWN_TOPIC_ID,
     }
 )
+
+_REFUSED = BAD_RECORD | {
+    kafka.InvalidTopicError.errno,
+    kafka.InvalidRequiredAcksError.errno,
+    kafka.TopicAuthorizationFailedError.errno,
+    kafka.ClusterAuthorizationFailedError.errno,
+    kafka.UnsupportedForMessageFormatError.errno,
+    kafka.TransactionalIdAuthorizationFailed.errno,
+    UNSUPPORTED_COMPRESSION,
+}
+"""Checked before anything is written. The same batch is refused until somebody changes something."""
 
 
 def name_of(code: int) -> str:
     """The protocol's name of an error code, for messages."""
     error = kafka.kafka_errors.get(code)
-    return getattr(error, "message", None) or f"error {code}"
+    return getattr(error, "message", None) or _NAMES.get(code) or f"error {code}"
 
 
 def classify_produce(code: int, where: str) -> BrokerError:
@@ -87,10 +114,9 @@ def classify_produce(code: int, where: str) -> BrokerError:
         return Throttled(text)
     if code in _NOT_STORED or code in PRODUCER_STATE_LOST:
         return Unavailable(text)
-    error = kafka.for_code(code)
-    if code in BAD_RECORD or issubclass(
-        error, kafka.TopicAuthorizationFailedError | kafka.ClusterAuthorizationFailedError
-    ):
+    if code == kafka.UnsupportedForMessageFormatError.errno:
+        text += ". Try: message.format.version of the topic 0.11 or later"
+    if code in _REFUSED:
         return BrokerError(text)
     return OutcomeUnknown(text)
 
