@@ -49,14 +49,14 @@ class Watchdog:
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit, self._clock = limit, clock
         self._begun: dict[str, tuple[str, float, float]] = {}
-        self._has_parts = False
+        self._part_ended = False
         """Whether a part or a trial has ended."""
 
     def begin(self, query: str, work: str, share: float = 1.0) -> None:
         """This query begins some work; its earlier work has ended. share: of the limit, for this work; at least FIRST_PART until
         a part or a trial has ended."""
         self.end(query)
-        if query != ANSWER and not self._has_parts:
+        if query != ANSWER and not self._part_ended:
             share = max(share, FIRST_PART)
         self._begun[query] = (work, self._clock(), share * self.limit)
 
@@ -69,7 +69,7 @@ class Watchdog:
         """The query is idle."""
         _, _, limit = self._begun.pop(query, ("", 0.0, self.limit))
         if query != ANSWER and limit < self.limit:
-            self._has_parts = True
+            self._part_ended = True
 
     @contextmanager
     def watching(self, query: str, work: str, share: float = 1.0) -> Iterator[None]:

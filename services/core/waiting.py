@@ -98,7 +98,7 @@ def _parse_partition(name: str) -> TopicPartition:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingEvents:
     """unclaimed: the number of events by lane and topic, for lanes that nobody claims. undelivered: the number of unread events
     of such lanes, by lane and stream. unread: partitions that could not be read to their end, with the reason."""
 
@@ -108,7 +108,7 @@ class Waiting:
     bookmark: Bookmark
 
 
-async def find_waiting(broker: Broker, claimed: Collection[str], bookmark: Bookmark) -> Waiting:
+async def find_waiting(broker: Broker, claimed: Collection[str], bookmark: Bookmark) -> WaitingEvents:
     """Count the waiting events; a fleet may run meanwhile. claimed: the lanes of the pipe file.
 
     Reads all events that wait with the retrier, and those that were written to the other topics since the bookmark. Raises
@@ -209,10 +209,10 @@ class _Search:
             self._unread[source] = str(error)
         return found
 
-    def found(self) -> Waiting:
+    def found(self) -> WaitingEvents:
         last = {source: self._last[source] for source in self._read if source in self._last}
         bookmark = Bookmark(self._read, frozenset(self._lanes), self._left, last)
-        return Waiting(_without_zeros(self._counts), _without_zeros(self._undelivered), self._unread, bookmark)
+        return WaitingEvents(_without_zeros(self._counts), _without_zeros(self._undelivered), self._unread, bookmark)
 
 
 def _without_zeros(counts: Mapping[str, Counter[str]]) -> dict[str, dict[str, int]]:

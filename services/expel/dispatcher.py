@@ -35,7 +35,7 @@ from services.expel.throttle import SendThrottle
 from services.expel.webhook.body import render_damaged
 
 _NOT_TRIED = "not tried: the destination's last requests failed"
-STOOD_STILL_S = 5.0
+FROZEN_S = 5.0
 """Half of the time for which a silent member keeps its partitions, on every broker."""
 ASK_GROUP_S = 3.0
 """A member that was frozen learns within this time whether it lost its partitions."""
@@ -347,7 +347,7 @@ class Dispatcher:
 
     async def _keep_alive(self) -> NoReturn:
         while True:
-            await asyncio.sleep(STOOD_STILL_S / 5)
+            await asyncio.sleep(FROZEN_S / 5)
             self._note_alive()
 
     def _note_alive(self) -> float:
@@ -355,7 +355,7 @@ class Dispatcher:
         may have delivered what is queued here. If so, the queue is emptied meanwhile.
         """
         now, alive_at = time.monotonic(), boot_seconds()
-        if alive_at - self._alive_at > STOOD_STILL_S:
+        if alive_at - self._alive_at > FROZEN_S:
             self._send_again_at = now + ASK_GROUP_S
         self._alive_at = alive_at
         return now

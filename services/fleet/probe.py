@@ -17,7 +17,7 @@ EVERY_S, ANSWER_S = 10.0, 5.0
 LEAST_FAILURES, BOUND_S = 5, 60.0
 """A process is ended after at least so many failures in a row, over at least so many seconds. So one that was stopped for less is
 kept; and so is one that answers again when the supervisor itself, or the whole machine, was suspended."""
-STARTING_S = 300.0
+FIRST_ANSWER_S = 300.0
 """So long a run may take until its first answer."""
 
 
@@ -73,7 +73,7 @@ class Probes:
             run.failing_since = now
         run.failures, run.reason = run.failures + 1, reason
         lasts = now - run.failing_since
-        is_starting = not (run.was_alive or answers) and now - run.seen_at < STARTING_S
+        is_starting = not (run.was_alive or answers) and now - run.seen_at < FIRST_ANSWER_S
         if run.failures >= LEAST_FAILURES and lasts >= BOUND_S and not is_starting:
             self._end(process, f"{reason} (for {lasts:.0f} s)", answers)
 

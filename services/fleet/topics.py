@@ -38,7 +38,7 @@ from services.core.topic_names import (
     removed_pipes,
     renames_of,
 )
-from services.core.waiting import Waiting, find_waiting, hand_over_positions, read_bookmark, write_bookmark
+from services.core.waiting import WaitingEvents, find_waiting, hand_over_positions, read_bookmark, write_bookmark
 from services.core.yaml_source import BadConfiguration, Problem
 from services.fleet.changes import Change, Changes, find_changes
 from services.fleet.dead.audit import read_audit, whoami
@@ -99,7 +99,7 @@ class PreparedTopics(NamedTuple):
     """The topics exist. waiting: the events that waited before."""
 
     topics: Provisioned
-    waiting: Waiting
+    waiting: WaitingEvents
     grown: Sequence[GrownTopic]
 
 
@@ -146,7 +146,7 @@ async def prepare(broker: str, pipes: PipeFile, path: Path, *, grow: bool = Fals
 class Checked(NamedTuple):
     """The result of `check_broker`."""
 
-    waiting: Waiting
+    waiting: WaitingEvents
     changes: Changes
     grown: Sequence[GrownTopic]
 
@@ -195,7 +195,7 @@ def compare_prefix(broker: str, data: Path | None) -> list[Change]:
     return [Change("prefix", "broker", text)]
 
 
-def name_unclaimed(waiting: Waiting, pipes: PipeFile, path: Path) -> list[Problem]:
+def name_unclaimed(waiting: WaitingEvents, pipes: PipeFile, path: Path) -> list[Problem]:
     """One problem for each destination with waiting events that the file says nothing about."""
     is_claimed = claims_of(pipes)
     return [
@@ -215,7 +215,7 @@ def name_unclaimed(waiting: Waiting, pipes: PipeFile, path: Path) -> list[Proble
     ]
 
 
-def describe_removed(waiting: Waiting, pipes: PipeFile, changes: Sequence[Change]) -> list[str]:
+def describe_removed(waiting: WaitingEvents, pipes: PipeFile, changes: Sequence[Change]) -> list[str]:
     """One line for each destination or pipe of `removed`, each former name with events, each partition that could not be read.
 
     changes: those that are told, too. They have the unread events of a former name at whose position another one continues.
@@ -263,16 +263,16 @@ def _is_read(pipes: PipeFile, stream: str, lane: str | None) -> bool:
     return pipe in pipes.pipes and stream in delivery_topics(pipe, pipes.pipes[pipe])
 
 
-def _describe(waiting: Waiting, lane: str) -> str:
+def _describe(waiting: WaitingEvents, lane: str) -> str:
     found = [_describe_waiting(waiting, lane)] if lane in waiting.unclaimed else []
     return ", ".join([*found, *(text for _, text in _list_undelivered(waiting, lane))])
 
 
-def _describe_waiting(waiting: Waiting, lane: str) -> str:
+def _describe_waiting(waiting: WaitingEvents, lane: str) -> str:
     return f"{_count(waiting.unclaimed[lane])} for {lane}"
 
 
-def _list_undelivered(waiting: Waiting, lane: str) -> list[tuple[str, str]]:
+def _list_undelivered(waiting: WaitingEvents, lane: str) -> list[tuple[str, str]]:
     """Each stream, and its events in words."""
     return [
         (stream, f"{count} {'event' if count == 1 else 'events'} of {stream} not yet delivered to {lane}")

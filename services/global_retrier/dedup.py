@@ -6,7 +6,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.record import Batch, Headers, Record, TopicPartition
 from services.core.takeover_dedup import TakeoverDedup
 from services.core.topic_names import retry_topic
-from services.global_retrier.delay_queue import DELAY_BY_TOPIC, MOVE_EVENTS, Clock, Waiting, choose_delays
+from services.global_retrier.delay_queue import DELAY_BY_TOPIC, MOVE_EVENTS, Clock, DelayedRecord, choose_delays
 
 _SKEW_MS = 500
 """How far the previous owner's clock may have been ahead of this one."""
@@ -26,7 +26,7 @@ class MoveTakeover:
         self._dedup = TakeoverDedup(broker, MOVE_EVENTS)
         self._dedup.start([source])
 
-    async def find_moved(self, items: Sequence[Waiting]) -> frozenset[int]:
+    async def find_moved(self, items: Sequence[DelayedRecord]) -> frozenset[int]:
         """Offsets of the next items that are certainly in their next topic already. Only the first calls read from the broker."""
         count = self._dedup.spend(self._source, len(items))
         suspects = [item for item in items[:count] if item.wake <= self._began + _SKEW_MS and not item.problem]
@@ -49,12 +49,12 @@ class MoveTakeover:
         await self._dedup.read(since, compare)
         return frozenset(moved)
 
-    def _group_by_topic(self, suspects: Sequence[Waiting]) -> dict[str, list[Waiting]]:
+    def _group_by_topic(self, suspects: Sequence[DelayedRecord]) -> dict[str, list[DelayedRecord]]:
         """By each topic that the previous owner may have chosen, between the record's wake and the start of this queue.
 
         Only later topics: a record there is never skipped because of the record in this one.
         """
-        by_topic: dict[str, list[Waiting]] = {}
+        by_topic: dict[str, list[DelayedRecord]] = {}
         delay = DELAY_BY_TOPIC[self._source.topic]
         for item in suspects:
             for topic in choose_delays(item.due - max(self._began, item.wake), item.due - item.wake):

@@ -75,7 +75,7 @@ class SteadyClock:
             await asyncio.sleep(min(left / 1000, _LONGEST_SLEEP_S))
 
 
-class Waiting(NamedTuple):
+class DelayedRecord(NamedTuple):
     """A record read ahead. wake: when it leaves its topic; due: when the event is due (ms).
 
     pipe, destination: its lane. problem: why it becomes a dead letter (a stable word), else empty; detail: the same for a
@@ -107,7 +107,7 @@ class DelayQueue:
         self.busy = self.committing = False
         self.moves = 0
         self._delay = DELAY_BY_TOPIC[source.topic]
-        self._waiting: deque[Waiting] = deque()
+        self._waiting: deque[DelayedRecord] = deque()
         self._bytes = 0
         self._next_move = 0
         self._arrived, self._filled = asyncio.Event(), asyncio.Event()
@@ -124,14 +124,14 @@ class DelayQueue:
         if self.is_full:
             self._filled.set()
 
-    def _parse(self, offset: int, record: Record, now: int) -> Waiting:
+    def _parse(self, offset: int, record: Record, now: int) -> DelayedRecord:
         size = estimate_size((record,))
         try:
             pipe, destination, due = read_wait(record)
         except BadRetryRecord as error:
-            return Waiting(offset, record, size, now, problem="bad_retry_record", detail=str(error))
+            return DelayedRecord(offset, record, size, now, problem="bad_retry_record", detail=str(error))
         wake = find_wake(self._delay, record.timestamp, due, now)
-        return Waiting(offset, record, size, wake, pipe, destination, due)
+        return DelayedRecord(offset, record, size, wake, pipe, destination, due)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -174,7 +174,7 @@ class DelayQueue:
             for end in ends:
                 end.cancel()
 
-    def pop_ready(self, now: int) -> list[Waiting]:
+    def pop_ready(self, now: int) -> list[DelayedRecord]:
         """The records that may leave, at most MOVE_EVENTS and about MAX_BYTES."""
         size = count = 0
         for item in islice(self._waiting, MOVE_EVENTS):

@@ -16,7 +16,7 @@ from services.core.ledger.report import Node, Outcome, Span, released_span, sinc
 from services.core.ledger.reporter import Reporter, close_reporters, new_instance
 from services.core.pipes import PipeFile
 from services.core.topic_names import claims_of, lane_name
-from services.global_retrier.delay_queue import DELAY_BY_TOPIC, SHORTEST_MS, DelayQueue, Waiting
+from services.global_retrier.delay_queue import DELAY_BY_TOPIC, SHORTEST_MS, DelayedRecord, DelayQueue
 
 log = structlog.get_logger()
 
@@ -33,7 +33,7 @@ class RetrierMetrics:
         self._is_claimed = claims_of(pipes) if pipes is not None else lambda _lane: True
         self._logged: set[str] = set()
 
-    def count_released(self, items: Sequence[Waiting], now: int) -> None:
+    def count_released(self, items: Sequence[DelayedRecord], now: int) -> None:
         """Count events that are durable in their pipe's retry topic. now: when they were appended, ms."""
         if self._pipes is not None:
             self._count_unclaimed(Counter(lane_name(item.pipe, item.destination) for item in items), self._pipes)
@@ -87,7 +87,7 @@ class RetrierLedger:
         if lags is not None:
             self._own.record_behind(max((_find_overdue(source.topic, lag) for source, lag in lags.items()), default=0))
 
-    def add(self, outcome: Outcome, items: Sequence[Waiting]) -> None:
+    def add(self, outcome: Outcome, items: Sequence[DelayedRecord]) -> None:
         """These are durable in their pipe's retry topic (released), or as dead letters (dead).
 
         A record that is not a retry record belongs to no pipe, and is not reported.

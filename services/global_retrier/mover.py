@@ -15,7 +15,7 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.dead_letter import PREFIX, make_dead_letter
 from services.core.retry_state import unwrap
 from services.core.topic_names import RETRIER_DEAD, retry_topic
-from services.global_retrier.delay_queue import DELAY_BY_TOPIC, Clock, Waiting, choose_delay
+from services.global_retrier.delay_queue import DELAY_BY_TOPIC, Clock, DelayedRecord, choose_delay
 from services.global_retrier.metrics import NODE, RetrierLedger, RetrierMetrics
 
 log = structlog.get_logger()
@@ -39,7 +39,7 @@ class Mover:
         self.tries = Counter[TopicPartition]()
         """Appends that ended, well or not, by where the records came from."""
 
-    async def move(self, source: TopicPartition, items: Sequence[Waiting]) -> None:
+    async def move(self, source: TopicPartition, items: Sequence[DelayedRecord]) -> None:
         """Returns when all are durable in their next topic.
 
         Repeated until it succeeds; the topic is chosen anew each time. After a crash or a cancellation some records may be moved
@@ -48,7 +48,7 @@ class Mover:
         retry = Backoff(_BASE_WAIT, _MAX_WAIT)
         while items:
             now = self._clock.now_ms()
-            by_topic: dict[str, list[Waiting]] = {}
+            by_topic: dict[str, list[DelayedRecord]] = {}
             for item in items:
                 by_topic.setdefault(_choose_topic(item, now), []).append(item)
             async with asyncio.TaskGroup() as group:
@@ -63,14 +63,14 @@ class Mover:
         if retry.failures:
             log.info("moved_again", source=source.topic, tries=retry.failures + 1)
 
-    def record_moved(self, items: Sequence[Waiting]) -> None:
+    def record_moved(self, items: Sequence[DelayedRecord]) -> None:
         """Report records that the previous owner moved: it may have died before it reported those that were due."""
         now = self._clock.now_ms()
         self.ledger.add("released", [item for item in items if item.due <= now])
 
     async def _append(
-        self, source: TopicPartition, topic: str, items: list[Waiting], now: int, *, is_first: bool
-    ) -> list[Waiting]:
+        self, source: TopicPartition, topic: str, items: list[DelayedRecord], now: int, *, is_first: bool
+    ) -> list[DelayedRecord]:
         """One try. Returns the items that are not stored, changed where another try needs it."""
         failed = await send_by_key(self._producer, topic, [_make_record(source, topic, item, now) for item in items])
         self.tries[source] += 1
@@ -107,7 +107,7 @@ class Mover:
         except BrokerError:
             return False
 
-    def _count(self, topic: str, items: list[Waiting], now: int) -> None:
+    def _count(self, topic: str, items: list[DelayedRecord], now: int) -> None:
         if not items:
             return
         if topic in DELAY_BY_TOPIC:
@@ -121,13 +121,13 @@ class Mover:
             self.ledger.add("released", items)
 
 
-def _choose_topic(item: Waiting, now: int) -> str:
+def _choose_topic(item: DelayedRecord, now: int) -> str:
     if item.problem:
         return RETRIER_DEAD
     return choose_delay(item.due - now) or retry_topic(item.pipe)
 
 
-def _make_record(source: TopicPartition, topic: str, item: Waiting, now: int) -> Record:
+def _make_record(source: TopicPartition, topic: str, item: DelayedRecord, now: int) -> Record:
     if topic != RETRIER_DEAD:
         return Record(item.record.key, item.record.value, now, item.record.headers)
     letter = _make_dead_letter(source, item, now)
@@ -138,7 +138,7 @@ def _make_record(source: TopicPartition, topic: str, item: Waiting, now: int) ->
     return Record(None, None, letter.timestamp, headers)
 
 
-def _make_dead_letter(source: TopicPartition, item: Waiting, now: int) -> Record:
+def _make_dead_letter(source: TopicPartition, item: DelayedRecord, now: int) -> Record:
     """Of the event without its retry state; of the record itself when it is not a retry record."""
     if not item.pipe:
         return make_dead_letter(
@@ -169,7 +169,7 @@ def _make_dead_letter(source: TopicPartition, item: Waiting, now: int) -> Record
     )
 
 
-def _change(item: Waiting, topic: str, error: Exception) -> Waiting:
+def _change(item: DelayedRecord, topic: str, error: Exception) -> DelayedRecord:
     """A record that is too large becomes a dead letter, and a dead letter that is too large loses its value."""
     if not isinstance(error, RecordTooLarge):
         return item

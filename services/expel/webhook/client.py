@@ -31,7 +31,7 @@ _NEXT_ADDRESS = 0.25
 """Seconds until the next address of a name is tried in parallel (RFC 8305)."""
 MAX_HEAD = 16_384
 MAX_RESPONSE = 4096
-_STOOD_STILL_S, _READ_FIRST_S = 0.5, 0.1
+_TIMER_LATE_S, _READ_FIRST_S = 0.5, 0.1
 """A timer that is late by the first was held up by more than other work. The second is the time to read what has come."""
 _MAX_INTERIM = 8
 """1xx responses before the final one."""
@@ -232,7 +232,7 @@ class Connection(asyncio.Protocol):
 
         The loop runs timers before it reads, so the receiver would get these events again.
         """
-        if self._loop.time() - deadline > _STOOD_STILL_S:
+        if self._loop.time() - deadline > _TIMER_LATE_S:
             self._timer = self._loop.call_later(_READ_FIRST_S, self._fail, TimeoutError())
         else:
             self._fail(TimeoutError())

@@ -17,8 +17,8 @@ from services.fleet.demo.stage import (
     DemoResult,
     Display,
     Loss,
+    PhaseNotes,
     Stage,
-    Waiting,
     perform,
     poll_until,
     quantiles_of,
@@ -82,7 +82,7 @@ async def _send_all(stage: Stage, fleet: Fleet, tracker: Tracker) -> DemoResult:
 async def _read_counts(fleet: Fleet, accepted: int) -> Sample:
     """The metrics, once the transform has counted all events: in real-time mode up to 15 s later than they are delivered."""
     deadline = time.monotonic() + COUNTED_WITHIN_S
-    waiting = Waiting("waiting for the transform's own count, which follows its results")
+    waiting = PhaseNotes("waiting for the transform's own count, which follows its results")
     while True:
         sample = await scrape_fleet(fleet)
         counted = sum(sample.total(f"penstock_transform_events_{end}_total") for end in ("written", "dead"))

@@ -132,7 +132,7 @@ async def _address_of(broker: str, folder: Path) -> AsyncIterator[str]:
         await asyncio.to_thread(emulator.stop)
 
 
-class Waiting:
+class PhaseNotes:
     """Says what a phase of the demo waits for, with its counts, each time that PLAIN_EVERY_S have passed."""
 
     def __init__(self, what: str) -> None:
@@ -232,7 +232,7 @@ async def read_loss(fleet: Fleet, pipe: str, accepted: int) -> Loss:
     are not final so soon.
     """
     deadline = time.monotonic() + LOSS_WITHIN_S
-    waiting = Waiting("waiting for the observer's table, in which services report what they did")
+    waiting = PhaseNotes("waiting for the observer's table, in which services report what they did")
     found: Loss = {}
     while time.monotonic() < deadline:
         try:

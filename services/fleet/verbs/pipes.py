@@ -12,7 +12,7 @@ import uvloop
 from services.core.pipes import PipeFile
 from services.core.topic_names import removed_lanes, removed_pipes
 from services.core.units import DURATION_PATTERN, SIZE_PATTERN, format_count, format_duration, format_size
-from services.core.waiting import Waiting
+from services.core.waiting import WaitingEvents
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import find_broker
 from services.fleet.console import OUT, print_note
@@ -54,6 +54,8 @@ pipes:
           # order: key                      # events of one key in order; default: none
           # batch: {max_events: 100, max_bytes: 1MB, max_wait: 50ms}
           # rate: 500                       # events a second at most
+          # The waits before further rounds of attempts while the receiver fails. The default has no round after one minute.
+          schedule: [5s, 1m, 5m, 30m, 2h, 5h, 10h, 14h, 20h, 1d]
 """
 
 
@@ -213,7 +215,7 @@ def _check_broker(broker: str | None, data: Path, pipes: PipeFile, path: Path) -
     return uvloop.run(check_broker(url, pipes, path, data))
 
 
-def _by_name(waiting: Waiting, pipes: PipeFile) -> dict[str, int]:
+def _by_name(waiting: WaitingEvents, pipes: PipeFile) -> dict[str, int]:
     """The number of events that still wait, by destination or pipe in `removed`, and by former name."""
     names = removed_lanes(pipes) | removed_pipes(pipes)
     return {

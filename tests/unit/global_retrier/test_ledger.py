@@ -8,7 +8,7 @@ from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
 from services.core.retry_state import wrap
 from services.core.topic_names import RETRY_IN
-from services.global_retrier.delay_queue import DelayQueue, Waiting
+from services.global_retrier.delay_queue import DelayedRecord, DelayQueue
 from services.global_retrier.metrics import RetrierLedger, RetrierMetrics
 from services.global_retrier.mover import Mover
 from tests.unit.global_retrier.river import River, make_state, open_river
@@ -41,7 +41,7 @@ async def test_what_left_is_told_for_its_destination(tmp_path: Path) -> None:
         records.append(Record(None, b"no retry record", 5))
         queue = DelayQueue(SOURCE)
         queue.add(Batch(*SOURCE, range(len(records)), records), river.clock.now_ms())
-        items: list[Waiting] = queue.pop_ready(river.clock.now_ms())
+        items: list[DelayedRecord] = queue.pop_ready(river.clock.now_ms())
         await mover.move(SOURCE, items)
         await mover.ledger.report()
         told = {

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.core.broker.errors import BrokerClosed, OutcomeUnknown, Unavailable
-from services.core.broker.log.group_commit import Gatherer, Waiting
+from services.core.broker.log.group_commit import Gatherer, PendingRequest
 
 
-class Number(Waiting[int]):
+class Number(PendingRequest[int]):
     """A request."""
 
     __slots__ = ("number",)

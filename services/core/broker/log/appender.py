@@ -12,7 +12,7 @@ from services.core.broker.contract import Appended
 from services.core.broker.errors import BrokerClosed, UnknownTopic
 from services.core.broker.log.clock import WallClock
 from services.core.broker.log.data_folder import DataFolder
-from services.core.broker.log.group_commit import Gatherer, Waiting
+from services.core.broker.log.group_commit import Gatherer, PendingRequest
 from services.core.broker.log.row_format import Failed, Packed, pack
 from services.core.broker.log.topic_writer import TopicWriter
 from services.core.broker.record import Record
@@ -21,7 +21,7 @@ MAX_WAITING = 10_000
 """Appends waiting for one topic's transaction; one more is refused as Unavailable."""
 
 
-class Append(Waiting[Appended]):
+class Append(PendingRequest[Appended]):
     """One append under way. Without records it only checks that the log could store some."""
 
     __slots__ = ("partition", "records")

@@ -12,10 +12,10 @@ from typing import Any, Generic, TypeVar
 from services.core.broker.errors import BrokerClosed, OutcomeUnknown, Unavailable
 
 R = TypeVar("R")
-W = TypeVar("W", bound="Waiting[Any]")
+W = TypeVar("W", bound="PendingRequest[Any]")
 
 
-class Waiting(Generic[R]):
+class PendingRequest(Generic[R]):
     """A request on its way. The worker thread fills in `outcome` or `error`; only the loop touches `future`."""
 
     __slots__ = ("error", "future", "outcome")

@@ -19,7 +19,7 @@ import msgspec
 from services.core.broker.errors import BrokerError, DataDamaged, GroupHasMembers
 from services.core.broker.log.clock import boot_id, boot_ms
 from services.core.broker.log.data_folder import DataFolder
-from services.core.broker.log.group_commit import Gatherer, Waiting
+from services.core.broker.log.group_commit import Gatherer, PendingRequest
 from services.core.broker.log.high_water_marks import HighWaterMarks, require_no_loss
 from services.core.broker.log.leases import MemberLocks
 from services.core.broker.log.sqlite_file import (
@@ -323,7 +323,7 @@ TIMEOUT = 30.0
 """The time limit of a commit, in seconds."""
 
 
-class _Request(Waiting[object]):
+class _Request(PendingRequest[object]):
     """A commit request, or any other work on the file."""
 
     __slots__ = ("work",)

@@ -16,8 +16,8 @@ FLOW = ("ingest", "transform", "expel", "retrier", "observer", "autoscaler")
 MANY_RESTARTS = 3
 YOUNG_S = 30.0
 """The supervisor waits at most so long before it starts a process again."""
-STARTING_S = 90.0
-"""A process may take so long to become ready; Spark does."""
+LISTENS_WITHIN_S = 90.0
+"""A process may take so long to open its management port; Spark does."""
 LOOKED_BACK_S = 600.0
 SHOWN_LINES = 3
 _STARTED = ("started", "management_port_open")
@@ -97,7 +97,7 @@ def find_dead(facts: Facts) -> Iterator[Finding]:
     for one in _by_flow(facts):
         if one.answers or one.answer == "silent" or _keeps_dying(one):
             continue
-        if one.is_local and one.status not in ("gone", "zombie") and (one.age or 0) < STARTING_S:
+        if one.is_local and one.status not in ("gone", "zombie") and (one.age or 0) < LISTENS_WITHIN_S:
             continue  # it is being started
         known = f"process {one.pid}" if one.pid is not None else "no process"
         what = "is dead" if not one.is_local or one.status in ("gone", "zombie") else "does not listen on its port"
@@ -198,7 +198,7 @@ def _is_starting(one: Instance) -> bool:
     if one.age is None or _restarts(one):
         return False
     waits = all(part.partition(" (")[0].endswith(STARTING) for part in one.reason.split("; "))
-    return one.age < (transforms.STARTING_S if waits and one.service == "transform" else YOUNG_S)
+    return one.age < (transforms.FIRST_START_S if waits and one.service == "transform" else YOUNG_S)
 
 
 def _restarts(one: Instance) -> int:

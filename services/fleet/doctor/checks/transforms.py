@@ -12,7 +12,7 @@ from services.fleet.doctor.facts import Checkpoint, Facts
 _CHECKPOINT_WORDS = ("checkpoint", "penstock.json")
 _POISON = ("batch_in_parts", "batch_begun_before_and_not_done")
 STUCK_RECORDS = 1
-STARTING_S = 240.0
+FIRST_START_S = 240.0
 """`penstock up` waits so long for a start, unless `ready_within` says otherwise."""
 REAL_TIME_S = 20.0
 """In real-time mode a transform counts what it read, and moves its position, every 15 s. Closer readings show nothing."""
@@ -129,7 +129,7 @@ def find_down(facts: Facts) -> Iterator[Finding]:
     for one, labels, value, _ in facts.series("penstock_transform_query_up"):
         pipe = labels["pipe"]
         failures = facts.total("penstock_transform_query_failures_total", pipe=pipe)
-        is_starting = (one.age or STARTING_S) < STARTING_S and not failures
+        is_starting = (one.age or FIRST_START_S) < FIRST_START_S and not failures
         if value or is_starting or facts.total("penstock_transform_paused", pipe=pipe):
             continue
         yield Finding(
@@ -156,7 +156,7 @@ def find_stuck(facts: Facts) -> Iterator[Finding]:
         pipe = labels["pipe"]
         behind = facts.total("penstock_broker_lag_records", group=pipe)
         read = facts.growth("penstock_transform_events_read_total", pipe=pipe)
-        is_young = (one.age or STARTING_S) < STARTING_S
+        is_young = (one.age or FIRST_START_S) < FIRST_START_S
         live = facts.total("penstock_transform_mode", pipe=pipe, mode="real-time")
         if live and facts.seconds() < REAL_TIME_S:
             continue
