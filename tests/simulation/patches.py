@@ -47,6 +47,21 @@ class Patch:
     """Words that a history must have (`Choice.words`): no other one can notice, and is passed over."""
 
 
+_BY_NAME = (
+    Change(
+        "services/core/broker/kafka/aiokafka_internals.py",
+        "        requests = [(node, request) for node, request in by_id if request.topics]\n",
+        "        requests = named\n",
+    ),
+    Change(
+        "services/core/broker/kafka/aiokafka_internals.py",
+        "        if not isinstance(request, FetchById):\n",
+        "        if not isinstance(request, FetchById) and type(answer).API_KEY == 1:\n            self._observe(answer)\n"
+        "        if not isinstance(request, FetchById):\n",
+    ),
+)
+"""aiokafka's own fetch requests: topics by their names, and partitions whose position is not known yet."""
+
 PATCHES = (
     Patch(
         "doubt-forgotten",
@@ -243,7 +258,7 @@ PATCHES = (
         (
             Change(
                 "services/core/broker/kafka/positions.py",
-                "    cuts = await find_cuts(cluster, read)\n",
+                "    cuts = await find_cuts(cluster, read, ids)\n",
                 "    cuts: dict[TopicPartition, Any] = {}\n",
             ),
         ),
@@ -282,8 +297,37 @@ PATCHES = (
                 "if source.topic in topics and topics[source.topic].id != read}",
                 "if source.topic in topics and not read}",
             ),
+            *_BY_NAME,
         ),
         needs=frozenset({"readers", "kafka", "remake"}),
+    ),
+    Patch(
+        "read-by-name",
+        "on Kafka, a node that hears no news answers for a deleted topic, and its offsets are committed onto the new one",
+        _BY_NAME,
+        needs=frozenset({"readers", "kafka", "remake", "isolate"}),
+    ),
+    Patch(
+        "begun-by-name",
+        "on Kafka, a node that hears no news says where a group begins in a topic that was made anew",
+        (
+            Change(
+                "services/core/broker/kafka/offsets.py",
+                "    if ids is not None:\n        topics: defaultdict",
+                "    if ids is None:\n        topics: defaultdict",
+            ),
+            Change(
+                "services/core/broker/kafka/offsets.py",
+                "{name: ids[name] for name in names}",
+                "dict.fromkeys(names, '')",
+            ),
+            Change(
+                "services/core/broker/kafka/offsets.py",
+                "if topic not in found or found[topic].id != wanted:",
+                "if wanted:",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "isolate"}),
     ),
     Patch(
         "old-commit",
@@ -389,6 +433,7 @@ PATCHES = (
                 "self._fail({source: gap for source, gap in gaps.items() if own.next_read.get(source) == wanted[source]})",
                 "self._fail(gaps)",
             ),
+            *_BY_NAME,
         ),
         needs=frozenset({"readers", "kafka"}),
     ),

@@ -6,6 +6,7 @@ The coordinator believes a commit by its generation and member id alone, as Kafk
 import asyncio
 import random
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ class GroupModel:
         self.loading = 0
         self.faulty = True
         self.life = 0
+        self.stale_id = ""
+        """The topic's id as its leader knows it; "": the right one."""
         self.cut: int | None = None
         """Where EPOCH ended, when another one goes on there."""
         self.offsets: dict[TopicPartition, tuple[int, str]] = {}
@@ -108,6 +111,11 @@ class GroupModel:
                 {source.partition: PartitionState(0, 3, 3, EPOCH) for source in self.sources}, False, self.id
             )
         }
+
+    async def describe_at(self, _node: int, topics: Sequence[str]) -> dict[str, TopicState]:
+        """As `Cluster.describe_at`: all nodes know the same, unless `stale_id` is set."""
+        found = await self.describe(topics)
+        return {name: replace(state, id=self.stale_id or state.id) for name, state in found.items()}
 
     async def ask_coordinator(self, group: str, request: Any) -> Any:
         """As `Cluster.ask_coordinator`."""

@@ -15,8 +15,10 @@ from uuid import UUID
 import aiokafka.client
 from aiokafka import errors as kafka
 from aiokafka.conn import CloseReason
+from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.record.memory_records import MemoryRecords
 
+from services.core.broker.kafka.fetch_by_id import FetchByIdStruct
 from services.core.broker.kafka.protocol import DescribeTopicsResponse
 from services.core.broker.kafka.record_batch import MAX_BATCH_BYTES
 from tests.simulation.machine import WORLD, Machine, current_process
@@ -28,7 +30,7 @@ from tests.support.virtual_loop import EPOCH
 NODES = (1, 2, 3)
 _VERSIONS = {
     0: (7, 7),
-    1: (4, 4),
+    1: (4, 13),
     2: (2, 2),
     3: (5, 12),
     8: (2, 2),
@@ -46,6 +48,7 @@ _VERSIONS = {
     32: (0, 0),
     37: (0, 0),
 }
+_UNKNOWN_ID = 100
 _UNKNOWN_TOPIC, _NOT_LEADER, _OUT_OF_RANGE, _EXISTS = 3, 6, 1, 36
 _LOADING, _NOT_COORDINATOR, _NO_COORDINATOR = 14, 16, 15
 _LATEST, _EARLIEST = -1, -2
@@ -245,12 +248,17 @@ class Server:
                 waiting.set_result(answer)
 
     def _try_fetch(self, node: int, request: Any, *, is_last: bool = False) -> Any:
-        rows, is_due = [], is_last
+        rows: list[tuple[Any, ...]] = []
+        is_due = is_last
         left = request.max_bytes
-        for topic, parts in request.topics:
-            found = []
-            for number, offset, most in parts:
-                code, log, _ = self._partition(node, topic, number)
+        is_by_id = request.API_VERSION == FetchByIdStruct.API_VERSION
+        names = {topic.id: name for name, topic in self.known_to(node).items()}
+        for topic, parts, *_ in request.topics:
+            found: list[tuple[Any, ...]] = []
+            for number, *place in parts:
+                offset, most = (place[1], place[4]) if is_by_id else place
+                name = names.get(topic) if is_by_id else topic
+                code, log, _ = (_UNKNOWN_ID, None, None) if name is None else self._partition(node, name, number)
                 data, aborted = b"", list[tuple[int, int]]()
                 if log is not None and not log.start <= offset <= log.end:
                     code = _OUT_OF_RANGE
@@ -259,9 +267,15 @@ class Server:
                     left -= len(data)
                 is_due |= bool(code or data)
                 high, stable = (-1, -1) if log is None else (log.high_water, log.stable)
-                found.append((number, code, high, stable, aborted or None, data))
-            rows.append((topic, found))
-        return request.RESPONSE_TYPE(0, rows) if is_due else None
+                if is_by_id:
+                    tagged: list[tuple[Any, ...]] = [(*each, {}) for each in aborted]
+                    found.append((number, code, high, stable, -1, tagged or None, -1, data, {}))
+                else:
+                    found.append((number, code, high, stable, aborted or None, data))
+            rows.append((topic, found, {}) if is_by_id else (topic, found))
+        if not is_due:
+            return None
+        return request.RESPONSE_TYPE(0, 0, 0, rows, {}) if is_by_id else request.RESPONSE_TYPE(0, rows)
 
     def list_offsets(self, node: int, _client: str, request: Any) -> Any:
         """ListOffsets, of committed records."""
@@ -477,7 +491,8 @@ class Connection:
 
     def send(self, request: Any, expect_response: bool = True) -> Awaitable[Any]:
         """As there."""
-        return self._exchange(request.prepare(_VERSIONS))
+        by_name = {1: (4, 4)} if isinstance(request, FetchRequest) else {}
+        return self._exchange(request.prepare(_VERSIONS | by_name))
 
     async def _exchange(self, request: Any) -> Any:
         server, rng, link = self._server, self._server.rng, self._server.links[self._node]

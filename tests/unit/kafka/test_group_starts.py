@@ -55,7 +55,7 @@ class Stored:
 def stored(monkeypatch: pytest.MonkeyPatch) -> Stored:
     found = Stored()
 
-    async def ends(_cluster: Any, sources: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+    async def ends(_cluster: Any, sources: Iterable[TopicPartition], *_: Any) -> dict[TopicPartition, int]:
         return dict.fromkeys(sources, len(found.batches))
 
     async def starts(_cluster: Any, sources: Iterable[TopicPartition], *_: Any) -> dict[TopicPartition, int]:

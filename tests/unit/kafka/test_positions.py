@@ -3,8 +3,10 @@
 import random
 from typing import cast
 
+import pytest
+
 from services.core.broker.contract import Start
-from services.core.broker.errors import PositionLost
+from services.core.broker.errors import PositionLost, Unavailable
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.offsets import CommitMetadata, Committed
 from services.core.broker.kafka.positions import (
@@ -97,6 +99,16 @@ async def test_behind_a_cut_the_group_goes_on_at_the_cut() -> None:
     assert placement.metadata[_FOUR[0]].epoch == EPOCH, (
         "of the last record below the cut: a second cut is noticed by it"
     )
+
+
+async def test_a_leader_that_still_has_the_topic_of_before_is_not_asked() -> None:
+    """If it fails, a group begins in a topic made anew where the deleted one began or ended, and skips what comes before."""
+    group = GroupModel(random.Random(0), 1, _END)
+    group.stale_id = _OTHER
+    for offsets in ({}, {_FOUR[0]: (5, str(CommitMetadata(1, _ID, 1)))}):
+        group.offsets = offsets
+        with pytest.raises(Unavailable, match="another topic"):
+            await find_positions(cast(Cluster, group), cast(GroupStarts, OnRecord()), "g", group.sources, "latest")
 
 
 async def test_an_epoch_that_the_leader_does_not_know_stops() -> None:

@@ -14,13 +14,13 @@ from aiokafka import errors as kafka
 from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.consumer.fetcher import Fetcher, FetchResult
 from aiokafka.protocol.commit import OffsetCommitRequest
-from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.structs import TopicPartition as KafkaPartition
 
 from services.core.broker.kafka.cluster import Timing
 from services.core.broker.kafka.error_codes import FENCED, bounded, raise_for
 from services.core.broker.kafka.eviction import client_id, name_process
+from services.core.broker.kafka.fetch_by_id import FetchById, FindId, is_stale
 from services.core.broker.kafka.offsets import CommitMetadata, EpochHistory, by_topic
 from services.core.broker.kafka.record_batch import epochs_of
 from services.core.broker.record import TopicPartition
@@ -54,7 +54,7 @@ def _send_if_open(connection: Any, request: Any, expect_response: bool = True) -
 
 AIOKafkaConnection.send = _send_if_open
 
-# The fetcher: a limit of its memory, and the leader epochs of the fetched records.
+# The fetcher: a limit of its memory, the leader epochs of the fetched records, and requests that name topics by their ids.
 #
 # aiokafka reads ahead for every partition without unpolled records, whether or not anybody polls. Kafka sends a large batch
 # whole. So a member with 48 partitions may hold 50 MB. Here a member reads ahead only while it holds little, and while all
@@ -93,6 +93,7 @@ class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
 
     def __init__(self, client: Any, subscriptions: Any, budget: FetchBudget, **settings: Any) -> None:
         self._budget, self._turn = budget, 0
+        self.find_id: FindId = lambda _source: None
         self._epochs: dict[KafkaPartition, EpochHistory] = {}
         super().__init__(_ObservedClient(client, self._record_epochs), subscriptions, **settings)
 
@@ -136,7 +137,9 @@ class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
 
     def _get_actions_per_node(self, assignment: Any) -> Any:
         """aiokafka's requests, without those for which there is no room."""
-        requests, *rest = super()._get_actions_per_node(assignment)
+        named, *rest = super()._get_actions_per_node(assignment)
+        by_id = [(node, FetchById(request, lambda source: self.find_id(source))) for node, request in named]
+        requests = [(node, request) for node, request in by_id if request.topics]
         waiting = self.waiting_bytes()
         self._budget.hold(self, waiting)
         if waiting >= AHEAD_BYTES:
@@ -166,7 +169,7 @@ def _size_of(result: Any) -> int:
 
 
 class _ObservedClient:
-    """aiokafka's client; hands each fetch answer to `observe` before aiokafka decodes it."""
+    """aiokafka's client; hands each fetch answer to `observe` before aiokafka decodes it, as one to a request by name."""
 
     def __init__(self, client: Any, observe: Any) -> None:
         self._client, self._observe = client, observe
@@ -176,9 +179,14 @@ class _ObservedClient:
 
     async def send(self, node: int, request: Any, **options: Any) -> Any:
         answer = await self._client.send(node, request, **options)
-        if type(answer).API_KEY == FetchRequest.API_KEY:
-            self._observe(answer)
-        return answer
+        if not isinstance(request, FetchById):
+            return answer
+        named = request.read(answer)
+        if is_stale(named):
+            await asyncio.sleep(_PAUSE)  # aiokafka would ask again at once
+            named = request.read(answer)  # meanwhile a position may have been found in another topic
+        self._observe(named)
+        return named
 
 
 # Connecting and disconnecting the AIOKafkaConsumer of a member.
@@ -286,6 +294,11 @@ def generation_of(client: Any) -> Generation:
 async def send_heartbeat(client: Any) -> bool:
     """Whether the group still has this member. Raises KafkaError."""
     return bool(client._coordinator.member_id) and bool(await client._coordinator._do_heartbeat())
+
+
+def read_by_id(client: Any, find_id: FindId) -> None:
+    """Read each partition in the topic that has this id, from now on. Until then nothing is fetched."""
+    client._fetcher.find_id = find_id
 
 
 def epochs_between(client: Any, source: KafkaPartition, first: int, last: int) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from uuid import UUID
 
 import structlog
 from aiokafka import ConsumerRebalanceListener
@@ -80,6 +81,11 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
             self.epochs[source] = EpochHistory([] if metadata.epoch is None else [(position - 1, metadata.epoch)])
         self.failed.update(positions.lost)
         self.unpositioned -= positions.position.keys()
+
+    def topic_of(self, source: tuple[str, int]) -> UUID | None:
+        """The id of the topic in which this partition is read; None while its position is not known."""
+        own = TopicPartition(*source)
+        return UUID(self.metadata[own].topic) if own in self.owned and own not in self.unpositioned else None
 
     def last_read(self, source: TopicPartition) -> tuple[int, int] | None:
         """(next offset to read, epoch of the record before it); None when it is not known."""

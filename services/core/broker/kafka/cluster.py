@@ -148,6 +148,10 @@ class Cluster:
                 break
         return found
 
+    async def describe_at(self, node: int, topics: Sequence[str]) -> dict[str, TopicState]:
+        """As `describe`, as this node knows them. Raises Unavailable."""
+        return _states(await self.ask(node, DescribeTopicsRequest(topics)))
+
     async def describe_by_node(self, topics: Sequence[str] | None) -> AsyncGenerator[dict[str, TopicState], None]:
         """As `describe`, with the answer of each node that can be reached. Raises Unavailable when there is none."""
         client = await self.client()

@@ -19,6 +19,7 @@ from services.core.broker.kafka.aiokafka_internals import (
     disconnect,
     epochs_between,
     generation_of,
+    read_by_id,
     send_commit,
     send_heartbeat,
 )
@@ -108,6 +109,7 @@ async def join(
     freeze_detector = FreezeDetector(timing.session / 2)
     consumer = KafkaConsumer(shared, client, assigned, group, start, freeze_detector)
     assigned.on_assigned = consumer.position_early
+    read_by_id(client, assigned.topic_of)
     client.subscribe(list(topics), listener=assigned)
     watching = asyncio.create_task(freeze_detector.watch(), name=f"freeze_detector {group}")
     try:
@@ -219,10 +221,12 @@ class KafkaConsumer:
     async def _find_changed(self, suspects: Mapping[TopicPartition, tuple[int, int]]) -> set[TopicPartition]:
         """Owned partitions of topics that were created again, and suspects whose log was cut off below the next offset."""
         own = self._own
-        ids = {source: own.metadata[source].topic for source in own.owned - own.unpositioned}
-        topics = await self._cluster.describe(sorted({source.topic for source in ids})) if ids else {}
-        anew = {source for source, read in ids.items() if source.topic in topics and topics[source.topic].id != read}
-        cuts = await find_cuts(self._cluster, {source: read for source, read in suspects.items() if source not in anew})
+        lives = {source: own.metadata[source].topic for source in own.owned - own.unpositioned}
+        ids = {source.topic: read for source, read in lives.items()}
+        topics = await self._cluster.describe(sorted(ids)) if ids else {}
+        anew = {source for source, read in lives.items() if source.topic in topics and topics[source.topic].id != read}
+        same = {source: read for source, read in suspects.items() if source not in anew}
+        cuts = await find_cuts(self._cluster, same, ids)
         return anew | cuts.keys()
 
     def _seek_back(self) -> None:
@@ -274,9 +278,11 @@ class KafkaConsumer:
         if any(own.next_read.get(source) != at for source, at in wanted.items()):
             wanted = {source: at for source, at in wanted.items() if own.next_read.get(source) == at}
             self._seek_back()
+        ids = {source.topic: own.metadata[source].topic for source in wanted}
         read = {source: last for source in wanted if (last := own.last_read(source)) is not None}
         changed = await self._find_changed(read)
-        gaps = await find_gaps(self._cluster, {source: at for source, at in wanted.items() if source not in changed})
+        same = {source: at for source, at in wanted.items() if source not in changed}
+        gaps = await find_gaps(self._cluster, same, ids)
         if epoch == own.epoch:
             self._fail({source: gap for source, gap in gaps.items() if own.next_read.get(source) == wanted[source]})
             await own.reassign(changed)

@@ -82,8 +82,18 @@ def by_topic(rows: Iterable[tuple[TopicPartition, Any]]) -> list[tuple[str, list
     return list(topics.items())
 
 
-async def leaders_of(cluster: Cluster, sources: Collection[TopicPartition]) -> dict[TopicPartition, int]:
-    """The leading node of each. Raises UnknownTopic, and Unavailable when one has none."""
+Ids = Mapping[str, str]
+"""The id of each topic that is meant."""
+
+
+async def leaders_of(
+    cluster: Cluster, sources: Collection[TopicPartition], ids: Ids | None = None
+) -> dict[TopicPartition, int]:
+    """The leading node of each. Raises UnknownTopic, and Unavailable when one has none.
+
+    ids: if given, Unavailable as well when a leader does not know a topic by its id. A node that hears no news still leads the
+    partitions of a topic that was deleted and created again, and would answer for the deleted one.
+    """
     states = await cluster.describe(sorted({source.topic for source in sources}))
     leaders = {}
     for source in sources:
@@ -93,26 +103,49 @@ async def leaders_of(cluster: Cluster, sources: Collection[TopicPartition]) -> d
         leaders[source] = state.partitions[source.partition].leader
         if leaders[source] < 0:
             raise Unavailable(f"{source.topic}[{source.partition}] has no leader now")
+    if ids is not None:
+        topics: defaultdict[int, set[str]] = defaultdict(set)
+        for source, node in leaders.items():
+            topics[node].add(source.topic)
+        await asyncio.gather(
+            *(_confirm(cluster, node, {name: ids[name] for name in names}) for node, names in topics.items())
+        )
     return leaders
+
+
+async def _confirm(cluster: Cluster, node: int, ids: Ids) -> None:
+    """The node has heard of these topics; it forgets none of them for an earlier one."""
+    found = await cluster.describe_at(node, sorted(ids))
+    for topic, wanted in ids.items():
+        if topic not in found or found[topic].id != wanted:
+            raise Unavailable(f"node {node} knows another topic {topic!r} than the one that is read")
 
 
 _Rows = list[tuple[str, list[tuple[Any, ...]]]]
 
 
 async def _ask_leaders(
-    cluster: Cluster, asked: Mapping[TopicPartition, int], make_request: Callable[[_Rows], Any]
+    cluster: Cluster,
+    asked: Mapping[TopicPartition, int],
+    make_request: Callable[[_Rows], Any],
+    ids: Ids | None,
 ) -> list[Any]:
-    """Ask the leader of each partition about its number in `asked`, in one request for each node. Gives the answers."""
+    """Ask the leader of each partition about its number in `asked`, in one request for each node. Gives the answers.
+
+    ids: as in `leaders_of`, and so everywhere below.
+    """
     by_node: defaultdict[int, list[tuple[TopicPartition, tuple[int]]]] = defaultdict(list)
-    for source, node in (await leaders_of(cluster, asked)).items():
+    for source, node in (await leaders_of(cluster, asked, ids)).items():
         by_node[node].append((source, (asked[source],)))
     return await asyncio.gather(*(cluster.ask(node, make_request(by_topic(rows))) for node, rows in by_node.items()))
 
 
-async def list_offsets(cluster: Cluster, when: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
+async def list_offsets(
+    cluster: Cluster, when: Mapping[TopicPartition, int], ids: Ids | None = None
+) -> dict[TopicPartition, int]:
     """Offset by partition for LATEST, EARLIEST or a time in ms (the first record not older; absent when there is none)."""
     found: dict[TopicPartition, int] = {}
-    for answer in await _ask_leaders(cluster, when, lambda rows: OffsetRequest(-1, _READ_COMMITTED, rows)):
+    for answer in await _ask_leaders(cluster, when, lambda rows: OffsetRequest(-1, _READ_COMMITTED, rows), ids):
         for topic, partitions in answer.topics:
             for partition, code, _, offset in partitions:
                 raise_for_leader(code, f"offsets of {topic}[{partition}]")
@@ -121,19 +154,23 @@ async def list_offsets(cluster: Cluster, when: Mapping[TopicPartition, int]) -> 
     return found
 
 
-async def ends(cluster: Cluster, sources: Collection[TopicPartition]) -> dict[TopicPartition, int]:
+async def ends(
+    cluster: Cluster, sources: Collection[TopicPartition], ids: Ids | None = None
+) -> dict[TopicPartition, int]:
     """One behind the last readable record, by partition."""
-    return await list_offsets(cluster, dict.fromkeys(sources, LATEST))
+    return await list_offsets(cluster, dict.fromkeys(sources, LATEST), ids)
 
 
-async def starts(cluster: Cluster, sources: Collection[TopicPartition], start: Start) -> dict[TopicPartition, int]:
+async def starts(
+    cluster: Cluster, sources: Collection[TopicPartition], start: Start, ids: Ids | None = None
+) -> dict[TopicPartition, int]:
     """Where a read from `start` begins, by partition."""
     if not isinstance(start, datetime):
-        return await list_offsets(cluster, dict.fromkeys(sources, EARLIEST if start == "earliest" else LATEST))
+        return await list_offsets(cluster, dict.fromkeys(sources, EARLIEST if start == "earliest" else LATEST), ids)
     millis = max(0, round(start.timestamp() * 1000))
-    dated = await list_offsets(cluster, dict.fromkeys(sources, millis))
+    dated = await list_offsets(cluster, dict.fromkeys(sources, millis), ids)
     undated = [source for source in sources if source not in dated]
-    return dated | (await ends(cluster, undated) if undated else {})
+    return dated | (await ends(cluster, undated, ids) if undated else {})
 
 
 class Committed(NamedTuple):
@@ -338,7 +375,7 @@ class Cut(NamedTuple):
 
 
 async def find_cuts(
-    cluster: Cluster, read: Mapping[TopicPartition, tuple[int, int]]
+    cluster: Cluster, read: Mapping[TopicPartition, tuple[int, int]], ids: Ids | None = None
 ) -> dict[TopicPartition, Cut | None]:
     """The partitions whose log was cut off below `read` (next offset, epoch of the last record), with the cut.
 
@@ -348,7 +385,7 @@ async def find_cuts(
         return {}
     epochs = {source: epoch for source, (_, epoch) in read.items()}
     cuts: dict[TopicPartition, Cut | None] = {}
-    for answer in await _ask_leaders(cluster, epochs, EpochEndRequest):
+    for answer in await _ask_leaders(cluster, epochs, EpochEndRequest, ids):
         for topic, partitions in answer.topics:
             for code, partition, epoch, end in partitions:
                 raise_for_leader(code, f"where a leader's epoch ended in {topic}[{partition}]")

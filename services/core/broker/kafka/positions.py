@@ -30,6 +30,7 @@ from services.core.broker.kafka.offsets import (
     EARLIEST,
     CommitMetadata,
     Committed,
+    Ids,
     ends,
     fetch_committed,
     find_cuts,
@@ -207,10 +208,10 @@ async def find_positions(
         )
     for beginning in set(wanted.values()):
         those = [source for source, each in wanted.items() if each == beginning]
-        found.position.update(await starts(cluster, those, beginning))
+        found.position.update(await starts(cluster, those, beginning, ids))
     found.fresh.update(wanted.keys() - expired)
-    await _stop_lost(cluster, group, found, [source for source in wanted if source in expired])
-    await _go_to_cuts(cluster, group, found, prefix)
+    await _stop_lost(cluster, group, found, [source for source in wanted if source in expired], ids)
+    await _go_to_cuts(cluster, group, found, ids, prefix)
     return found
 
 
@@ -234,23 +235,25 @@ def count_at_beginning(
     return counts
 
 
-async def _stop_lost(cluster: Cluster, group: str, found: StartPositions, lost: Collection[TopicPartition]) -> None:
+async def _stop_lost(
+    cluster: Cluster, group: str, found: StartPositions, lost: Collection[TopicPartition], ids: Ids
+) -> None:
     if not lost:
         return
-    end = await ends(cluster, lost)
+    end = await ends(cluster, lost, ids)
     for source in lost:
         found.lost[source] = partial(PositionLost, group, *source, found.position[source], end[source])
 
 
-async def _go_to_cuts(cluster: Cluster, group: str, found: StartPositions, prefix: str) -> None:
+async def _go_to_cuts(cluster: Cluster, group: str, found: StartPositions, ids: Ids, prefix: str) -> None:
     """Where the log was cut off below the commit, go on at the cut: the records there were written since."""
     read = {
         source: (found.position[source], note.epoch)
         for source, note in found.metadata.items()
         if note.epoch is not None and source not in found.fresh and source not in found.lost
     }
-    cuts = await find_cuts(cluster, read)
-    first = await list_offsets(cluster, dict.fromkeys(cuts, EARLIEST))
+    cuts = await find_cuts(cluster, read, ids)
+    first = await list_offsets(cluster, dict.fromkeys(cuts, EARLIEST), ids)
     for source, cut in cuts.items():
         metrics.BROKER_LOGS_CUT_OFF.labels(group.removeprefix(prefix), source.topic.removeprefix(prefix)).inc()
         log.error(
@@ -268,4 +271,4 @@ async def _go_to_cuts(cluster: Cluster, group: str, found: StartPositions, prefi
         found.metadata[source] = found.metadata[source]._replace(epoch=known)
         if cut is not None:
             found.fresh.add(source)
-    await _stop_lost(cluster, group, found, [source for source, cut in cuts.items() if cut is None])
+    await _stop_lost(cluster, group, found, [source for source, cut in cuts.items() if cut is None], ids)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from services.core.broker.contract import MAX_POLL_BYTES
 from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRange, Unavailable, UnknownTopic
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.offsets import EARLIEST, ends, fetch, leaders_of, list_offsets, partitions_of
+from services.core.broker.kafka.offsets import EARLIEST, Ids, ends, fetch, leaders_of, list_offsets, partitions_of
 from services.core.broker.kafka.record_batch import (
     BATCH_FRAMING,
     MAX_BATCH_BYTES,
@@ -44,10 +44,12 @@ class Damaged(NamedTuple):
     replacement: Batch | None
 
 
-async def find_gaps(cluster: Cluster, wanted: Mapping[TopicPartition, int]) -> dict[TopicPartition, ErrorFactory]:
-    """The positions outside of the stored range, with the error to raise for each."""
-    first = await list_offsets(cluster, dict.fromkeys(wanted, EARLIEST))
-    end = await ends(cluster, wanted)
+async def find_gaps(
+    cluster: Cluster, wanted: Mapping[TopicPartition, int], ids: Ids | None = None
+) -> dict[TopicPartition, ErrorFactory]:
+    """The positions outside of the stored range, with the error to raise for each. ids: as in `leaders_of`."""
+    first = await list_offsets(cluster, dict.fromkeys(wanted, EARLIEST), ids)
+    end = await ends(cluster, wanted, ids)
     return {
         source: partial(OffsetOutOfRange, *source, offset, first[source], end[source])
         for source, offset in wanted.items()
