@@ -141,8 +141,7 @@ def build(version: str, folder: Path) -> list[Path]:
     run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder)
     files = [folder / f"penstock-{version}-py3-none-any.whl", folder / f"penstock-{version}.cdx.json"]
     run(sys.executable, "infra/dev/sbom.py", files[1])
-    if image := build_image(version, folder):
-        files.append(image)
+    files += build_image(version, folder)
     sums = folder / "SHA256SUMS"
     sums.write_text(
         "".join(f"{hashlib.sha256(one.read_bytes()).hexdigest()}  {one.name}\n" for one in files), encoding="utf-8"
@@ -150,21 +149,24 @@ def build(version: str, folder: Path) -> list[Path]:
     return [*files, sums]
 
 
-def build_image(version: str, folder: Path) -> Path | None:
-    """The file with the image's id. None, with the reason and the command, when none can be built here."""
-    command = ["build", "--file", "infra/container/Dockerfile", "--tag", f"penstock:{version}"]
+def build_image(version: str, folder: Path) -> list[Path]:
+    """A file with the image's id, and one with the Debian packages in it, which no lock of ours names. Empty, with the reason and
+    the command printed, when none can be built here."""
+    image = f"penstock:{version}"
+    command = ["build", "--file", "infra/container/Dockerfile", "--tag", image]
     engine = next((name for name in ENGINES if is_running(name)), None)
     if engine is None:
         print("The image was not built: no container engine runs here (docker, podman). Where one runs:")
         print(f"  git checkout v{version} && docker {' '.join(command)} .")
-        return None
+        return []
     run(engine, *command, ".")
-    found = folder / f"penstock-{version}.image.txt"
-    found.write_text(
-        f"penstock:{version} {run(engine, 'image', 'inspect', '--format', '{{.Id}}', f'penstock:{version}')}\n",
-        encoding="utf-8",
-    )
-    return found
+    named = folder / f"penstock-{version}.image.txt"
+    found = run(engine, "image", "inspect", "--format", "{{.Id}}", image)
+    named.write_text(f"{image} {found}\n", encoding="utf-8")
+    packages = folder / f"penstock-{version}.debian.txt"
+    listed = run(engine, "run", "--rm", "--network", "none", "--entrypoint", "dpkg-query", image, "--show")
+    packages.write_text(f"{listed}\n", encoding="utf-8")
+    return [named, packages]
 
 
 def is_running(engine: str) -> bool:

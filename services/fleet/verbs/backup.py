@@ -1,14 +1,16 @@
 """`penstock backup`: copies of the data folder, made while the fleet runs."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
+from services.core.broker.log.backup import TopicCopy
 from services.core.units import format_count
 from services.fleet.access import find_broker, find_pipes
 from services.fleet.backup.create import Made, Show, Source, create_backup
@@ -94,6 +96,19 @@ def _contents(manifest: Manifest) -> str:
     return ", ".join(parts) or "nothing"
 
 
+def topic_table(topics: Sequence[TopicCopy]) -> Table:
+    """One row per topic of the log in a backup."""
+    table = make_table(
+        "topic", "partitions", "records", "highest offset", right=("partitions", "records", "highest offset")
+    )
+    for topic in topics:
+        highest = max((part.end for part in topic.partitions), default=0) - 1
+        table.add_row(
+            topic.topic, str(len(topic.partitions)), f"{topic.records:,}", "none" if highest < 0 else f"{highest:,}"
+        )
+    return table
+
+
 @BACKUP.command(epilog=example("penstock backup verify /mnt/backups/20261123T034500.123Z"))
 def verify(backup: OneBackup, as_json: AsJson = False) -> None:
     """Read a whole backup: compare each file with its hash, and each record with its checksum and the counts.
@@ -107,16 +122,8 @@ def verify(backup: OneBackup, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps({"sound": not checked.problems, "problems": checked.problems, **summary(manifest)}))
     else:
-        table = make_table(
-            "topic", "partitions", "records", "highest offset", right=("partitions", "records", "highest offset")
-        )
-        for topic in manifest.log.topics if manifest.log is not None else ():
-            highest = max((part.end for part in topic.partitions), default=0) - 1
-            table.add_row(
-                topic.topic, str(len(topic.partitions)), f"{topic.records:,}", "none" if highest < 0 else f"{highest:,}"
-            )
-        if table.row_count:
-            OUT.print(table)
+        if manifest.log is not None and manifest.log.topics:
+            OUT.print(topic_table(manifest.log.topics))
         for problem in checked.problems:
             print_note(problem, "red")
     if checked.problems:

@@ -1,12 +1,14 @@
 """`penstock planned`: actions during which loss raises no alarm."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 import uvloop
+from rich.table import Table
 
 from services.core.units import format_duration, parse_duration
 from services.fleet.console import OUT, make_table, print_note
@@ -38,12 +40,17 @@ def list_planned(
     if not body["planned"]:
         print_note("No action was announced in the last day")
         return
+    OUT.print(planned_table(body["planned"]))
+
+
+def planned_table(planned: Sequence[dict[str, Any]]) -> Table:
+    """One row per announced action, as the observer gives it."""
     table = make_table("id", "action", "pipe", "from", "until", "announced by", "cancelled by")
-    for one in body["planned"]:
+    for one in planned:
         who = _who(one["by"], one["token"])
         ended = "" if one["cancelled_by"] is None else _who(one["cancelled_by"], one["cancelled_token"])
         table.add_row(one["id"], one["kind"], one["pipe"] or "all", one["from"], one["until"], who, ended)
-    OUT.print(table)
+    return table
 
 
 @PLANNED.command(

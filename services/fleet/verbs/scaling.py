@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 import uvloop
+from rich.table import Table
 from rich.text import Text
 
 from services.core.audit import FREEZE, UNFREEZE, write_act
@@ -94,19 +95,7 @@ def show(
         typer.echo(json.dumps({"groups": groups, "problem": known.problem}))
         return
     if known.names:
-        table = make_table(
-            "group",
-            "working",
-            "wanted",
-            "decision",
-            "notes",
-            "at",
-            right=["working", "wanted"],
-            text=["decision", "notes"],
-        )
-        for name in known.names:
-            table.add_row(*_row(name, known))
-        OUT.print(table)
+        OUT.print(group_table(known))
     if known.problem is not None:
         print_note(f"The decisions are not known: {known.problem}", "yellow")
     elif not known.reports:
@@ -114,7 +103,7 @@ def show(
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class Known:
     """reports: from the observer, by group. freezes: those in force. problem: why the observer did not answer."""
 
     reports: Mapping[str, dict[str, Any]]
@@ -129,6 +118,23 @@ class _Known:
         """The freeze by an annotation or a tag, as last reported."""
         frozen = self.reports.get(group, {}).get("frozen")
         return str(frozen) if frozen is not None and str(frozen).startswith(ON_PLATFORM) else None
+
+
+def group_table(known: Known) -> Table:
+    """One row per group."""
+    table = make_table(
+        "group",
+        "working",
+        "wanted",
+        "decision",
+        "notes",
+        "at",
+        right=["working", "wanted"],
+        text=["decision", "notes"],
+    )
+    for name in known.names:
+        table.add_row(*_row(name, known))
+    return table
 
 
 def _change(
@@ -156,13 +162,13 @@ def _change(
 
 async def _write(
     group: str, new: Freeze, observer: str | None, token_file: Path | None, url: str, data: Path
-) -> tuple[_Known, bool]:
+) -> tuple[Known, bool]:
     """Write the change unless it is in force already: an unfrozen group, or the same reason without another end."""
     reports, problem = await _ask_observer(observer, token_file, data)
     async with opened(url) as broker, Producer(broker.appender) as producer:
         freezes = Freezes(broker.reader)
         await freezes.refresh()
-        known = _Known(reports, freezes.in_force(new.at), problem)
+        known = Known(reports, freezes.in_force(new.at), problem)
         if new.state == "frozen" and reports and group not in reports and group not in known.freezes:
             raise CommandFailed(
                 f"the autoscaler has no group {plain(group, 63)}", f"one of: {', '.join(sorted(reports))}", status=2
@@ -178,19 +184,19 @@ async def _write(
             action = FREEZE if new.state == "frozen" else UNFREEZE
             await write_act(producer, action, new.by, {name: text for name, text in shown.items() if text})
             await freezes.refresh()
-        return _Known(reports, freezes.in_force(new.at), problem), changed
+        return Known(reports, freezes.in_force(new.at), problem), changed
 
 
 def _differs(before: Freeze, new: Freeze) -> bool:
     return (before.reason, before.until) != (new.reason, new.until)
 
 
-async def _look(observer: str | None, token_file: Path | None, url: str, data: Path) -> _Known:
+async def _look(observer: str | None, token_file: Path | None, url: str, data: Path) -> Known:
     reports, problem = await _ask_observer(observer, token_file, data)
     async with opened(url) as broker:
         freezes = Freezes(broker.reader)
         await freezes.refresh()
-        return _Known(reports, freezes.in_force(time.time_ns() // 1_000_000), problem)
+        return Known(reports, freezes.in_force(time.time_ns() // 1_000_000), problem)
 
 
 async def _ask_observer(
@@ -208,7 +214,7 @@ async def _ask_observer(
     return {one["group"]: one for one in body["groups"]}, None
 
 
-def _group_json(name: str, known: _Known) -> dict[str, Any]:
+def _group_json(name: str, known: Known) -> dict[str, Any]:
     found = known.freezes.get(name)
     frozen = None
     if found is not None:
@@ -217,7 +223,7 @@ def _group_json(name: str, known: _Known) -> dict[str, Any]:
     return {"group": name, "frozen": frozen, "report": known.reports.get(name)}
 
 
-def _row(name: str, known: _Known) -> list[Text]:
+def _row(name: str, known: Known) -> list[Text]:
     one, found = known.reports.get(name), known.freezes.get(name)
     frozen = found.text if found is not None else one["frozen"] if one is not None else None
     if one is None:

