@@ -1,6 +1,7 @@
 """The last release and this version side by side: what one writes the other reads, and a fleet is upgraded and set back."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -53,3 +54,13 @@ async def test_a_fleet_is_upgraded_and_set_back(tmp_path: Path) -> None:
     done = await rolling.run(f"log://{tmp_path / 'log'}", tmp_path, rate=200, seconds=0)
     assert len(done.states) == 2 * len(done.services)
     assert any("old" in state and "new" in state for state in done.states)
+
+
+def test_the_order_is_that_of_the_page() -> None:
+    """Broken: people upgrade in an order that no test runs, or the page says that more was tested."""
+    page = (Path(__file__).parents[2] / "docs" / "upgrading.md").read_text()
+    steps = re.findall(r"^\| \d \| ([a-z ]+)", page.partition("## The order")[2], re.MULTILINE)
+    names = [name.strip().removeprefix("global ") for name in steps]
+    tested = list(dict.fromkeys(name.partition("-")[0] for name in rolling.ORDER))
+    assert names == ["command line", *tested, "autoscaler", "pipe file and settings"]
+    assert "steps 2 to 6 in this order" in page

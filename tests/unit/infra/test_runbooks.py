@@ -73,6 +73,29 @@ def test_every_page_has_the_same_shape(page: Path) -> None:
     assert "```" in found[4]
 
 
+def test_whom_to_wake_agrees_with_the_severity() -> None:
+    """Broken: an alert pages, and its page says that it can wait; or it waits for the day, and its page says to wake somebody."""
+    wrong = {}
+    for rule in alerts():
+        text = (FOLDER / f"{rule['alert']}.md").read_text().partition("## When to wake whom\n")[2].strip()
+        waits = text.startswith("Nobody ") and "at once" not in text
+        pages = re.search(r"\bwake\b", text, re.IGNORECASE) and not re.search(
+            r"\bnobody\b.* at night", text, re.IGNORECASE
+        )
+        if not (waits if rule["labels"]["severity"] == "warning" else pages):
+            wrong[rule["alert"]] = (rule["labels"]["severity"], text)
+    assert wrong == {}
+
+
+def test_the_table_of_alerts_has_their_severities() -> None:
+    """Broken: docs/monitoring.md says that an alert pages, and it does not."""
+    page = (REPOSITORY / "docs" / "monitoring.md").read_text()
+    rows = re.findall(r"^\| `(Penstock\w+)` \| ([a-z ]+) \|", page, re.MULTILINE)
+    words = {"critical": "page", "warning": "team", "none": "every moment"}
+    labels = ((rule["alert"], rule["labels"]) for rule in alerts())
+    assert sorted(rows) == sorted((name, one.get("owner", words[one["severity"]])) for name, one in labels)
+
+
 @pytest.mark.parametrize("page", [INDEX, *PAGES], ids=lambda page: page.stem)
 def test_links(page: Path) -> None:
     """Broken: at 3 a.m. a link leads to nothing."""
