@@ -290,7 +290,12 @@ INCIDENTS: tuple[Incident, ...] = (
     Incident("receiver refuses connections", _refuse, DESTINATION, FAILING | {"receiver-gone"}),
     Incident("receiver answers 503", _answer(503), DESTINATION, FAILING),
     Incident("receiver answers nobody", _answer_nobody, DESTINATION, FAILING),
-    Incident("every receiver refuses", _refuse_everywhere, DESTINATION | _of("EveryDestinationDown"), FAILING),
+    Incident(
+        "every receiver refuses",
+        _refuse_everywhere,
+        DESTINATION | _of("EveryDestinationDown"),
+        frozenset({"every-receiver"}),
+    ),
     Incident("receiver answers 400", _answer(400), _of("DeadLettersGrow"), FAILING | {"dead-letters"}),
     Incident(
         "certificate expired",

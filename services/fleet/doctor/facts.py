@@ -7,6 +7,7 @@ from typing import Literal
 
 from services.core.broker.contract import Lag
 from services.core.broker.record import TopicPartition
+from services.core.group_report import GroupReport
 from services.core.pauses import Pause
 from services.core.pipes import PipeFile
 from services.core.scrape import Sample
@@ -148,11 +149,16 @@ class BrokerFacts:
 
 @dataclass(slots=True)
 class ObserverFacts:
-    """The answer to GET /v1/pipes. problem: why there is none, for a person."""
+    """The answer to GET /v1/pipes. problem: why there is none, for a person.
+
+    drifts: payload fields that have changed, each with its pipe and a text. groups: the autoscaler's last report about each one.
+    """
 
     address: str = ""
     problem: str = ""
     pipes: tuple[Mapping[str, object], ...] = ()
+    drifts: tuple[tuple[str, str], ...] = ()
+    groups: tuple[GroupReport, ...] = ()
     catching_up: bool = False
     behind: str = ""
 
@@ -208,6 +214,14 @@ class Facts:
 
     def series(self, metric: str, **labels: str) -> Iterator[tuple[Instance, dict[str, str], float, float]]:
         """(instance, labels, value, growth between the two readings) of each child of a metric with these labels."""
+        for one, found, before, value in self.gauges(metric, **labels):
+            yield one, found, value, value - (before or 0.0) if value >= (before or 0.0) else value
+
+    def gauges(self, metric: str, **labels: str) -> Iterator[tuple[Instance, dict[str, str], float | None, float]]:
+        """(instance, labels, value at the first reading, last value); None: the child was not there then.
+
+        With one reading both are its value.
+        """
         wanted = set(labels.items())
         for one in self.instances:
             last = one.second or one.first
@@ -216,8 +230,7 @@ class Facts:
             before = one.first.values if one.first is not None and one.second is not None else last.values
             for (name, found), value in last.values.items():
                 if name == metric and wanted <= found:
-                    grown = value - before.get((name, found), 0.0)
-                    yield one, dict(found), value, grown if grown >= 0 else value
+                    yield one, dict(found), before.get((name, found)), value
 
     def total(self, metric: str, **labels: str) -> float:
         """The sum of a metric over all instances."""
@@ -226,6 +239,13 @@ class Facts:
     def growth(self, metric: str, **labels: str) -> float:
         """How much a counter grew between the two readings, over all instances."""
         return sum(grown for _, _, _, grown in self.series(metric, **labels))
+
+    def age_of(self, one: Instance) -> float | None:
+        """Seconds since its start; None where neither the operating system nor its metrics say it."""
+        if one.age is not None:
+            return one.age
+        starts = [at for other, _, at, _ in self.series("process_start_time_seconds") if other is one]
+        return max(0.0, self.now - starts[0]) if starts else None
 
     def lane_of(self, group: str) -> str:
         """`pipe/destination` of a destination's group; the group itself for any other."""

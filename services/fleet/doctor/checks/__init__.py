@@ -1,6 +1,6 @@
 """All checks, in causal order: a cause before its consequences. The first finding is the most probable cause."""
 
-from services.fleet.doctor.checks import broker, events, machine, processes, receivers, transforms
+from services.fleet.doctor.checks import broker, events, ledger, machine, processes, receivers, scaling, transforms
 from services.fleet.doctor.diagnosis import Check
 
 _PROCESSES = ("processes-dead", "processes-hung", "crash-loops", "processes-not-ready", "processes-restarted")
@@ -8,27 +8,43 @@ _FLOW = (
     "ingest-refuses",
     "reports-not-stored",
     "lanes-down",
+    "pipe-unserved",
+    "retrier-down",
+    "retrier-stuck",
     "transform-down",
     "transform-stuck",
+    "transform-fails",
     "stalled",
     "retention",
 )
-_JUDGED = ("observer-away", "loss")
-_ALL = frozenset((*_PROCESSES, *_FLOW, *_JUDGED, "topics-missing", "receivers-fail"))
+_JUDGED = ("observer-away", "nobody-speaks", "letters-unread", "minutes-open", "loss")
+_SENT = ("tokens-refused", "every-receiver", "receivers-fail")
+_ALL = frozenset((*_PROCESSES, *_FLOW, *_JUDGED, *_SENT, "topics-missing"))
 """Not dead letters: events of a fleet or a broker that does not work wait, and none of them is given up."""
 _OF_RECEIVER = frozenset(
-    ("receivers-fail", "dead-letters", "stalled", "retention", "processes-not-ready", "lanes-down")
+    (
+        *_SENT,
+        "dead-letters",
+        "stalled",
+        "retention",
+        "processes-not-ready",
+        "lanes-down",
+        "retrier-down",
+        "minutes-open",
+    )
 )
 _OF_TRANSFORM = frozenset(
     (
         "transform-poison",
         "transform-down",
         "transform-stuck",
+        "transform-fails",
         "processes-not-ready",
         "crash-loops",
         "stalled",
         "loss",
         "retention",
+        "minutes-open",
     )
 )
 _OF_QUOTA = frozenset(
@@ -38,11 +54,13 @@ _OF_QUOTA = frozenset(
         "processes-not-ready",
         "lanes-down",
         "reports-not-stored",
-        "observer-away",
         "retention",
+        "retrier-down",
+        "retrier-stuck",
+        *_JUDGED[:-1],
     )
 )
-_OF_PROCESS = frozenset((*_FLOW, *_JUDGED, *_PROCESSES, "receivers-fail", "secrets"))
+_OF_PROCESS = frozenset((*_FLOW, *_JUDGED, *_PROCESSES, *_SENT, "secrets", "autoscaler-away", "instances-missing"))
 
 CHECKS = (
     Check("data-folder", "PenstockIngestNotReady", machine.find_folder, _ALL | {"broker-gone", "fleet-down"}),
@@ -51,7 +69,7 @@ CHECKS = (
         "clock",
         "PenstockClockWrong",
         machine.find_wrong_clock,
-        frozenset(("certificate-expired", "loss", "retention")),
+        frozenset(("certificate-expired", "loss", "retention", "retrier-stuck", "minutes-open", "autoscaler-away")),
     ),
     Check("versions", "PenstockProcessRestarts", processes.find_versions, _OF_PROCESS),
     Check(
@@ -69,28 +87,67 @@ CHECKS = (
     Check("secrets", "PenstockSecretsStale", receivers.find_secrets, _OF_RECEIVER),
     Check("certificate-expired", "PenstockCertificateExpired", receivers.find_expired, _OF_RECEIVER),
     Check("receiver-gone", "PenstockPaused", receivers.find_gone, _OF_RECEIVER),
+    Check("tokens-refused", "PenstockTokenRefused", receivers.find_refused_tokens, _OF_RECEIVER),
     Check("records-missing", "PenstockRecordsMissing", broker.find_missing_records, _OF_RECEIVER),
+    Check("every-receiver", "PenstockEveryDestinationDown", receivers.find_every, _OF_RECEIVER),
     Check("receivers-fail", "PenstockDestinationDown", receivers.find_failing, _OF_RECEIVER),
     Check("quota", "PenstockClientsRefused", events.find_quota),
     Check("throttled", "PenstockBrokerThrottles", broker.find_throttled, _OF_QUOTA),
     Check("transform-poison", "PenstockTransformDeadLettersGrow", transforms.find_poison, _OF_TRANSFORM),
     Check("transform-down", "PenstockTransformNotUp", transforms.find_down, _OF_TRANSFORM),
     Check(
-        "transform-stuck", "PenstockTransformStuck", transforms.find_stuck, frozenset(("stalled", "retention", "loss"))
+        "transform-stuck",
+        "PenstockTransformStuck",
+        transforms.find_stuck,
+        frozenset(("transform-fails", "stalled", "retention", "loss", "minutes-open")),
     ),
-    Check("reports-not-stored", "PenstockTelemetryFails", events.find_unreported, frozenset(("stalled", "loss"))),
+    Check("transform-fails", "PenstockTransformFails", transforms.find_failing, frozenset(("loss", "minutes-open"))),
+    Check(
+        "reports-not-stored",
+        "PenstockTelemetryFails",
+        events.find_unreported,
+        frozenset(("stalled", "loss", "minutes-open")),
+    ),
     Check("ingest-refuses", "PenstockIngestNotReady", events.find_refused, frozenset(("processes-not-ready",))),
     Check("unclaimed", "PenstockEventsUnclaimed", events.find_unclaimed),
     Check("dead-letters", "PenstockDeadLettersGrow", events.find_letters),
     Check("paused", "PenstockPaused", receivers.find_paused, frozenset(("stalled", "retention", "transform-stuck"))),
-    Check("lanes-down", "PenstockLaneNotUp", events.find_lanes_down, frozenset(("stalled", "retention"))),
+    Check(
+        "lanes-down", "PenstockLaneNotUp", events.find_lanes_down, frozenset(("stalled", "retention", "minutes-open"))
+    ),
+    Check(
+        "pipe-unserved",
+        "PenstockPipeUnserved",
+        events.find_unserved,
+        frozenset(("stalled", "retention", "loss", "minutes-open")),
+    ),
+    Check(
+        "retrier-down",
+        "PenstockRetrierNotUp",
+        events.find_retrier_down,
+        frozenset(("processes-not-ready", "retrier-stuck", "loss", "minutes-open")),
+    ),
+    Check("retrier-stuck", "PenstockRetrierStuck", events.find_retrier_stuck, frozenset(("loss",))),
     Check("processes-not-ready", "PenstockNotReady", processes.find_unready, frozenset((*_FLOW, *_JUDGED))),
-    Check("stalled", "PenstockLaneStuck", events.find_stalled, frozenset(("retention",))),
+    Check("stalled", "PenstockLaneStuck", events.find_stalled, frozenset(("retention", "minutes-open"))),
     Check("retention", "PenstockLagOld", broker.find_retention),
-    Check("observer-away", "PenstockComponentDown", events.find_observer, frozenset(("loss",))),
-    Check("loss", "PenstockLoss", events.find_loss),
+    Check("observer-away", "PenstockComponentDown", events.find_observer, frozenset(_JUDGED)),
+    Check("loss", "PenstockLoss", events.find_loss, frozenset(("minutes-open",))),
+    Check("minutes-unjudged", "PenstockMinutesUnjudged", ledger.find_unjudged),
+    Check("minutes-open", "PenstockMinutesStayOpen", ledger.find_open_minutes),
+    Check("nobody-speaks", "PenstockNobodySpeaks", ledger.find_no_speaker),
+    Check("letters-unread", "PenstockLettersUnread", ledger.find_unread_letters),
+    Check("alarms-untold", "PenstockAlarmsUntold", ledger.find_untold),
+    Check("reports-gone", "PenstockReportsGone", ledger.find_gone_reports),
+    Check("table-old", "PenstockTableOld", transforms.find_old_tables),
     Check("disk-nearly-full", "PenstockDiskFills", machine.find_little_room),
     Check("certificate-expires", "PenstockCertificateExpires", receivers.find_expiring),
+    Check("autoscaler-away", "PenstockAutoscalerDown", scaling.find_away),
+    Check("autoscaler-fails", "PenstockAutoscalerFails", scaling.find_failures),
+    Check("streams-at-limit", "PenstockStreamAtLimit", scaling.find_full_streams),
+    Check("groups-at-limit", "PenstockAutoscalerAtLimit", scaling.find_full_groups),
+    Check("instances-missing", "PenstockInstancesMissing", scaling.find_missing),
+    Check("drift", "PenstockDrift", ledger.find_drifts),
     Check("edited", "PenstockProcessRestarts", events.find_edited),
     Check("processes-restarted", "PenstockProcessRestarts", processes.find_restarted),
 )

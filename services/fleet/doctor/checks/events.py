@@ -3,8 +3,10 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from services.core.topic_names import RETRIER_DEAD
+from services.core.topic_names import RETRIER_DEAD, RETRIER_GROUP, lane_name
 from services.core.units import format_count
+from services.fleet.doctor.checks.ledger import describe_reports
+from services.fleet.doctor.checks.moves import log_command, span
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Facts
 
@@ -17,6 +19,9 @@ _QUOTA = {
 }
 _OURS = ("broker-unavailable", "outcome-unknown", "stream-not-ready", "storage-full", "overloaded", "internal")
 SHOWN = 5
+STARTING_S = 90.0
+"""A younger process may not have joined its groups yet."""
+DUE_S = 180.0
 
 
 def find_quota(facts: Facts) -> Iterator[Finding]:
@@ -127,6 +132,72 @@ def find_lanes_down(facts: Facts) -> Iterator[Finding]:
             )
 
 
+def find_unserved(facts: Facts) -> Iterator[Finding]:
+    """Pipes with destinations of which no expel has a lane, though one answers that it is ready."""
+    expels = [one for one in facts.of("expel") if (one.second or one.first) is not None]
+    if facts.pipes is None or not expels or any(one.answer != "ready" for one in facts.of("expel")):
+        return
+    if any((facts.age_of(one) or STARTING_S) < STARTING_S for one in expels):
+        return
+    served = {labels["pipe"] for _, labels, _, _ in facts.series("penstock_expel_lane_up")}
+    for name, pipe in facts.pipes.pipes.items():
+        if pipe.destinations and name not in served:
+            lanes = [lane_name(name, destination.name) for destination in pipe.destinations]
+            others = f"it has lanes of {', '.join(sorted(served))}" if served else "it has no lane at all"
+            yield Finding(
+                f"No expel delivers to the destinations of {name}.",
+                [f"{', '.join(one.name for one in expels)} is ready, and {others}"],
+                "compare the pipe file of expel with this one, and its `serve` (PENSTOCK_EXPEL_SERVE); then restart expel",
+                about(f"pipe {name}", "expel", *lanes),
+            )
+
+
+def find_retrier_down(facts: Facts) -> Iterator[Finding]:
+    """No retrier reads, in both readings. Every service has the metric."""
+    found = [entry for entry in facts.gauges("penstock_retrier_up") if entry[0].service == "retrier"]
+    retriers = [one for one, _, _, _ in found]
+    if not found or any(before or value for _, _, before, value in found):
+        return
+    if any((facts.age_of(one) or STARTING_S) < STARTING_S for one in retriers):
+        return
+    errors = [line.text[:300] for one in retriers for line in one.lines if line.level in ("warning", "error")]
+    yield Finding(
+        "No retrier reads: events that wait for another attempt wait longer. None is lost.",
+        [
+            *(f"{one.name}: {one.reason or 'it says that it is ready'}" for one in retriers),
+            *(f"its log: {text}" for text in errors[-2:]),
+        ],
+        log_command(retriers[0], "warning|error|critical"),
+        about("retrier", RETRIER_GROUP, *(one.name for one in retriers)),
+    )
+
+
+def find_retrier_stuck(facts: Facts) -> Iterator[Finding]:
+    """The first event that a retrier has read ahead is overdue, in both readings."""
+    if not sum(value for one, _, value, _ in facts.series("penstock_retrier_up") if one.service == "retrier"):
+        return
+    for one, _, before, value in facts.gauges("penstock_retrier_next_due_timestamp_seconds"):
+        late = facts.now + (one.skew or 0.0) - value
+        if one.service != "retrier" or not value or not before or late <= DUE_S:
+            continue
+        released = sum(
+            grown for other, _, _, grown in facts.series("penstock_retrier_events_released_total") if other is one
+        )
+        failures = sum(
+            grown for other, _, _, grown in facts.series("penstock_retrier_move_failures_total") if other is one
+        )
+        lines = [line.text[:300] for line in one.lines if line.event == "move_failed"]
+        yield Finding(
+            f"The retrier gives events back too late: the first has been due for {span(late)}.",
+            [
+                f"{released:.0f} given back, and {failures:.0f} failed appends, in {facts.seconds():.0f} s ({one.name})",
+                *(f"its log: {text}" for text in lines[-1:]),
+            ],
+            f"{log_command(one, 'move_failed')}   # no such line: restart {one.name}, nothing is lost",
+            about("retrier", RETRIER_GROUP, one.name),
+        )
+
+
 def find_stalled(facts: Facts) -> Iterator[Finding]:
     """Groups behind which events wait, and whose position does not move."""
     broker = facts.broker
@@ -185,6 +256,8 @@ def find_loss(facts: Facts) -> Iterator[Finding]:
         if one.get("health") != "unstable":
             continue
         lost = [reason for reason in reasons if "missing" in reason]
+        silent = [reason for reason in reasons if reason.endswith(" is silent")]
+        nodes = [word for word in ("ingest", "transform", "expel", "retrier") if word in " ".join(silent or reasons)]
         if lost:
             yield Finding(
                 f"Events of {pipe} are missing: {lost[0]}.",
@@ -192,15 +265,20 @@ def find_loss(facts: Facts) -> Iterator[Finding]:
                 f"penstock loss show {pipe}",
                 about(f"pipe {pipe}"),
             )
+        elif silent:
+            yield Finding(
+                f"The observer hears nothing of a step of {pipe}, so its loss is not known: {'; '.join(silent)}.",
+                [text for node in nodes for text in describe_reports(facts, node)],
+                "penstock status   # the process of that step: does it run, with `ledger` on?",
+                about(f"pipe {pipe}", *nodes),
+                runbook="PenstockTelemetrySilent",
+            )
         else:
             yield Finding(
                 f"{pipe} is unstable: {'; '.join(reasons)}.",
                 [f"http://{facts.observer.address}/v1/pipes/{pipe}/health"],
                 "penstock status",
-                about(
-                    f"pipe {pipe}",
-                    *(word for word in ("ingest", "transform", "expel", "retrier") if word in " ".join(reasons)),
-                ),
+                about(f"pipe {pipe}", *nodes),
                 runbook="PenstockPipeUnstable",
             )
 

@@ -103,7 +103,7 @@ def find_dead(facts: Facts) -> Iterator[Finding]:
         what = "is dead" if not one.is_local or one.status in ("gone", "zombie") else "does not listen on its port"
         evidence = [f"{known}, http://{one.address}/readyz: {one.reason}", *_last_words(one.lines), *_log_of(one)]
         first = f"tail -50 {one.log}" if one.log is not None else f"the platform's log of {one.name}, then restart it"
-        yield Finding(f"{one.name} {what}.", evidence, first, _parts(facts, one))
+        yield Finding(f"{one.name} {what}.", evidence, first, _parts(facts, one), runbook=_page_of(one))
     yield from _missing(facts)
 
 
@@ -133,7 +133,9 @@ def find_hung(facts: Facts) -> Iterator[Finding]:
             evidence = [f"{process}http://{one.address}/readyz: {one.reason}", *_log_of(one)]
             if one.status:
                 evidence.append(f"state of the process: {one.status}")
-            yield Finding(f"{one.name} {_how_hung(one)}.", evidence, _wake(one), _parts(facts, one))
+            yield Finding(
+                f"{one.name} {_how_hung(one)}.", evidence, _wake(one), _parts(facts, one), runbook=_page_of(one)
+            )
         elif one.unhealthy:
             yield Finding(
                 f"{one.name} runs and makes no progress: {one.unhealthy}.",
@@ -141,6 +143,11 @@ def find_hung(facts: Facts) -> Iterator[Finding]:
                 _restart(one),
                 _parts(facts, one),
             )
+
+
+def _page_of(one: Instance) -> str:
+    """In place of the check's page: without an autoscaler nothing else stops."""
+    return "PenstockAutoscalerDown" if one.service == "autoscaler" else ""
 
 
 def _how_hung(one: Instance) -> str:

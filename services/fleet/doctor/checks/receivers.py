@@ -1,13 +1,14 @@
 """Checks of the destinations: secrets and certificates, receivers that refuse or do not answer, pauses."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from services.core.pauses import GONE, Pause
 from services.core.times import format_time
+from services.core.topic_names import lane_name
 from services.core.units import format_count
 from services.fleet.doctor.diagnosis import Finding, about
-from services.fleet.doctor.facts import Certificate, Endpoint, Facts
+from services.fleet.doctor.facts import Certificate, Endpoint, Facts, LogLine
 
 SOON_DAYS = 21.0
 STALE_S = 30.0
@@ -20,6 +21,9 @@ _AGES = {
     "penstock_observer_tokens_age_seconds": "the observer's tokens",
 }
 _DELIVERED = "delivered"
+_GRANTED = "ok"
+_UNREACHABLE = {"connection", "dns", "timeout", "tls"}
+"""Reasons that are no answer."""
 
 
 def find_secrets(facts: Facts) -> Iterator[Finding]:
@@ -90,6 +94,76 @@ def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
+def find_refused_tokens(facts: Facts) -> Iterator[Finding]:
+    """Destinations whose token server gives no token. It is asked ever more seldom, so most looks see no request: then the last
+    word of the log counts, or that no token was ever given to this process."""
+    counts: defaultdict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
+    for _, labels, value, grown in facts.series("penstock_expel_token_requests_total"):
+        words = counts[lane_name(labels["pipe"], labels["destination"])]
+        total, before = words.get(labels["outcome"], (0.0, 0.0))
+        words[labels["outcome"]] = total + value, before + grown
+    for lane, words in counts.items():
+        granted, granted_now = words.pop(_GRANTED, (0.0, 0.0))
+        failed = {word: total for word, (total, _) in words.items() if total}
+        last = _newest(facts, lane, ("token_server_failed", "token_server_answers_again"))
+        is_failing = last is not None and last.event == "token_server_failed"
+        if not failed or granted_now or lane in facts.broker.pauses:
+            continue
+        if granted and not is_failing and not any(grown for _, grown in words.values()):
+            continue
+        named = ", ".join(f"{word} {total:.0f}" for word, total in sorted(failed.items()))
+        said = f": {last.fields.get('detail')}" if last is not None and is_failing else ""
+        is_down = failed.keys() <= _UNREACHABLE or all(word.startswith("http_5") for word in failed)
+        yield Finding(
+            f"The token server of {lane} gives no token; without one its events wait.",
+            [f"failed requests for a token: {named}", *([f"expel's log{said}"[:400]] if said else [])],
+            f"ask the owner of the token server of {lane} whether it runs"
+            if is_down
+            else f"put the present client secret of {lane} into its file (auth.oauth.client_secret); no restart is needed",
+            about(lane),
+        )
+
+
+def find_every(facts: Facts) -> Iterator[Finding]:
+    """Every destination that has had requests fails, and nothing else explains it: more likely our network than all of theirs."""
+    found = {lane: counts for lane, counts in _attempts(facts).items() if any(counts[1].values())}
+    endpoints = {lane: one for one in facts.endpoints for lane in one.lanes}
+    lanes = sorted(found.keys() - facts.broker.pauses.keys())
+    explained = {part for fault in facts.files for part in fault.about}
+    explained |= {lane for one in _certificates(facts) if one.until <= facts.now for lane in one.lanes}
+    explained |= {part for finding in find_refused_tokens(facts) for part in finding.about}
+    if len(lanes) < 2 or explained & set(lanes):
+        return
+    reasons: dict[str, str] = {}
+    for lane in lanes:
+        grown, total = found[lane]
+        failed = {word: count for word, count in grown.items() if word != _DELIVERED and count}
+        is_open = _breaker(facts, lane)
+        if not (is_open or (failed and not grown.get(_DELIVERED))):
+            return
+        if is_open and _is_recovering(facts, lane, failed, endpoints.get(lane)):
+            return
+        words = failed or {word: count for word, count in total.items() if word != _DELIVERED and count}
+        reasons[lane] = str(_said(facts, lane).get("reason") or max(words, key=lambda word: words[word], default="?"))
+    hosts = [endpoint.url for lane in lanes if (endpoint := endpoints.get(lane)) is not None]
+    yield Finding(
+        f"No destination accepts events: all {len(lanes)} with requests fail.",
+        [f"{lane}: {reason}" for lane, reason in reasons.items()],
+        _first_of_every(set(reasons.values()), hosts[0] if hosts else "its URL"),
+        about(*lanes),
+    )
+
+
+def _first_of_every(reasons: set[str], url: str) -> str:
+    if all(reason.startswith("http_") for reason in reasons):
+        return "they answer, so our network works: what do they share? Ask their owners"
+    if "dns" in reasons:
+        return f"getent hosts {url.partition('://')[2].partition(':')[0]}   # the name server of expel's machine"
+    if reasons == {"tls"}:
+        return "timedatectl   # on expel's machine; then its certificates (ca-certificates)"
+    return f"curl -sv {url} -o /dev/null   # on expel's machine: firewall, proxy, NAT gateway, routes"
+
+
 def find_failing(facts: Facts) -> Iterator[Finding]:
     """Destinations whose requests fail: an open circuit breaker, or only failures between the two readings."""
     endpoints = {lane: one for one in facts.endpoints for lane in one.lanes}
@@ -103,7 +177,7 @@ def find_failing(facts: Facts) -> Iterator[Finding]:
         is_unreachable = endpoint is not None and bool(endpoint.problem) and facts.state is not None
         if not (is_open or is_failing or is_unreachable) or lane in facts.broker.pauses:
             continue
-        if is_open and not failed and endpoint is not None and not endpoint.problem and not _newly_failed(facts, lane):
+        if is_open and endpoint is not None and _is_recovering(facts, lane, failed, endpoint):
             yield _recovering(lane, endpoint, facts)
             continue
         words = failed or {word: count for word, count in total.items() if word != _DELIVERED and count}
@@ -118,11 +192,15 @@ def find_failing(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _newly_failed(facts: Facts, lane: str) -> bool:
-    """Whether the last failure was an answer, a late one, or no trusted connection: a connection that succeeds says nothing about
-    these."""
+def _is_recovering(facts: Facts, lane: str, failed: Mapping[str, float], endpoint: Endpoint | None) -> bool:
+    """Whether the receiver of an open circuit breaker accepts connections again, and no request was due since.
+
+    Not when the last failure was an answer, a late one, or no trusted connection: a connection that succeeds says nothing about
+    these.
+    """
     reason = str(_said(facts, lane).get("reason", ""))
-    return bool(reason) and reason not in ("connection", "dns")
+    is_back = endpoint is not None and not endpoint.problem and not failed
+    return is_back and (not reason or reason in ("connection", "dns"))
 
 
 def _recovering(lane: str, endpoint: Endpoint, facts: Facts) -> Finding:
@@ -156,13 +234,19 @@ def _breaker(facts: Facts, lane: str) -> bool:
 
 def _said(facts: Facts, lane: str) -> dict[str, object]:
     """The newest line in expel's log about the lane's failures."""
+    line = _newest(facts, lane, ("breaker_open",))
+    return dict(line.fields) if line is not None else {}
+
+
+def _newest(facts: Facts, lane: str, events: tuple[str, ...]) -> LogLine | None:
+    """The newest line with one of these events about a lane, in the logs of expel."""
     lines = [
         line
         for one in facts.of("expel")
         for line in one.lines
-        if line.event == "breaker_open" and line.fields.get("lane") == lane
+        if line.event in events and line.fields.get("lane") == lane
     ]
-    return dict(max(lines, key=lambda line: line.at).fields) if lines else {}
+    return max(lines, key=lambda line: line.at, default=None)
 
 
 def _what(lane: str, reason: str, endpoint: Endpoint | None) -> str:

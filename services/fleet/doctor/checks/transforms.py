@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from services.core.times import format_time
 from services.core.topic_names import output_topic
 from services.core.units import format_count
+from services.fleet.doctor.checks.moves import Moves, find_moves, log_command, span
 from services.fleet.doctor.diagnosis import Finding, about
-from services.fleet.doctor.facts import Checkpoint, Facts
+from services.fleet.doctor.facts import Checkpoint, Facts, Instance
 
 _CHECKPOINT_WORDS = ("checkpoint", "penstock.json")
 _POISON = ("batch_in_parts", "batch_begun_before_and_not_done")
@@ -18,6 +19,9 @@ REAL_TIME_S = 20.0
 """In real-time mode a transform counts what it read, and moves its position, every 15 s. Closer readings show nothing."""
 NEW_S = 3600.0
 FAILED_S = 120.0
+MANY_FAILURES = 2
+OLD_REFRESHES, OLD_S = 5, 60.0
+"""A table is too old after so many of its refreshes, and so many seconds more."""
 STARTING = "starting"
 """How /readyz begins to speak of a query that has not failed in this process yet."""
 
@@ -167,3 +171,47 @@ def find_stuck(facts: Facts) -> Iterator[Finding]:
                 f"tail -50 {one.log}" if one.log is not None else f"the log of {one.name}",
                 about(f"pipe {pipe}", "transform"),
             )
+
+
+def find_failing(facts: Facts) -> Iterator[Finding]:
+    """Queries that run again after several failures within ten minutes. One that has run for a while since then is a note."""
+    found: defaultdict[str, list[Moves]] = defaultdict(list)
+    for one in find_moves(facts, "penstock_transform_query_failures_total", "query_failed", "batch_not_reported"):
+        if not one.is_old:
+            found[one.labels["pipe"]].append(one)
+    for pipe, moves in found.items():
+        newest = max(moves, key=lambda one: one.last)
+        count = sum(one.total if not one.lines and one.last else one.count for one in moves)
+        if count < MANY_FAILURES or not facts.total("penstock_transform_query_up", pipe=pipe):
+            continue  # of one that does not run `find_down` has the failures
+        yield Finding(
+            f"The transform of {pipe} has failed {count} times, and runs again.",
+            newest.evidence,
+            f"{log_command(newest.instance, 'query_failed')}   # then: penstock try {pipe} -f {facts.pipes_path}",
+            about(f"pipe {pipe}", "transform"),
+            is_note=0 < newest.last < facts.now - FAILED_S,
+        )
+
+
+def find_old_tables(facts: Facts) -> Iterator[Finding]:
+    """Tables of the pipe file that could not be read for several of their refreshes."""
+    tables: dict[str, tuple[Instance, float, float]] = {}
+    for one, labels, value, _ in facts.series("penstock_transform_table_age_seconds"):
+        name = labels["table"]
+        every = max(
+            (s for _, _, s, _ in facts.series("penstock_transform_table_refresh_seconds", table=name)), default=0.0
+        )
+        if every and value > OLD_REFRESHES * every + OLD_S and value > tables.get(name, (one, 0.0, 0.0))[1]:
+            tables[name] = one, value, every
+    for name, (one, age, every) in tables.items():
+        failures = facts.total("penstock_transform_table_refresh_failures_total", table=name)
+        lines = [line for line in one.lines if line.event == "table_not_refreshed" and line.fields.get("table") == name]
+        yield Finding(
+            f"Table {name} was last read {span(age)} ago: transforms use its old content.",
+            [
+                f"it is read every {span(every)}, and {format_count(int(failures), 'reading')} failed",
+                *(f"its log: {line.text[:300]}" for line in lines[-1:]),
+            ],
+            log_command(one, "table_not_refreshed"),
+            about(f"table {name}"),
+        )

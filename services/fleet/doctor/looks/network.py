@@ -4,18 +4,24 @@ import asyncio
 import ssl
 from collections import defaultdict
 from contextlib import suppress
+from urllib.parse import quote
 
+import msgspec
 from yarl import URL
 
 from services.core.certificate import until_of
+from services.core.group_report import GroupReport
 from services.fleet.doctor.facts import Certificate, Endpoint, Facts
-from services.fleet.doctor.looks.bounds import describe
+from services.fleet.doctor.looks.bounds import bounded, describe
 from services.fleet.doctor.looks.files import webhooks_of
 from services.fleet.observer_client import Observer, get_json
 from services.fleet.problem import CommandFailed
 
 CONNECT_S = 4.0
 OBSERVER_S = 6.0
+DETAILS_S = 3.0
+_WHERE = ("node", "destination", "text")
+"""The words of a drift, for a person."""
 
 
 async def look_at_observer(facts: Facts, observer: Observer) -> None:
@@ -33,6 +39,27 @@ async def look_at_observer(facts: Facts, observer: Observer) -> None:
         found.pipes = tuple(body.get("pipes", ()))
         found.catching_up = bool(body.get("catching_up"))
         found.behind = str(body.get("problem") or "")
+        await asyncio.gather(
+            bounded(facts, "the autoscaler's reports", DETAILS_S, _look_at_groups(facts, observer)),
+            bounded(facts, "changed payload fields", DETAILS_S, _look_at_drifts(facts, observer)),
+        )
+
+
+async def _look_at_groups(facts: Facts, observer: Observer) -> None:
+    body = await get_json(observer, "/v1/scaling", {})
+    facts.observer.groups = tuple(msgspec.convert(one, GroupReport) for one in body["groups"])
+
+
+async def _look_at_drifts(facts: Facts, observer: Observer) -> None:
+    """Only of pipes that are not healthy: a drift makes a pipe degraded, unless it was planned."""
+    found: list[tuple[str, str]] = []
+    for one in facts.observer.pipes:
+        if one.get("health") == "healthy" or one.get("planned") is not None:
+            continue
+        pipe = str(one["pipe"])
+        body = await get_json(observer, f"/v1/pipes/{quote(pipe, safe='')}/fields", {})
+        found += [(pipe, " ".join(filter(None, map(drift.get, _WHERE)))) for drift in body["drifts"]]
+    facts.observer.drifts = tuple(found)
 
 
 async def look_at_receivers(facts: Facts) -> None:

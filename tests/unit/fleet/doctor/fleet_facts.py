@@ -37,6 +37,30 @@ PIPES = PipeFile.model_validate(
 )
 
 
+BILLING = {"pipe": "large", "destination": "billing"}
+NONE: Mapping[str, str] = {}
+EVERYWHERE = {
+    "penstock_retrier_up": "retrier",
+    "penstock_observer_speaks": "observer",
+    "penstock_retrier_next_due_timestamp_seconds": "",
+    "penstock_ledger_reports_gone_total": "",
+}
+"""Metrics without labels: every service exports them, and one service sets them."""
+OWN: dict[str, list[tuple[str, Mapping[str, str], float]]] = {
+    "transform": [
+        ("penstock_transform_query_up", {"pipe": "large"}, 1.0),
+        ("penstock_broker_lag_records", {"group": "large", "topic": "orders", "partition": "0"}, 9.0),
+        ("penstock_transform_table_age_seconds", {"table": "rates"}, 61.0),
+        ("penstock_transform_table_refresh_seconds", {"table": "rates"}, 60.0),
+    ],
+    "expel": [("penstock_expel_lane_up", lane, 1.0) for lane in (LANE, OTHER_LANE, BILLING)],
+    "observer": [
+        ("penstock_observer_topic_up", {"topic": "shop.dead"}, 1.0),
+        *(("penstock_ledger_open_minutes", lane, 3.0) for lane in (LANE, OTHER_LANE, BILLING)),
+    ],
+}
+
+
 def sample(at: float, *values: tuple[str, Mapping[str, str], float]) -> Sample:
     return Sample(at, {(name, frozenset(labels.items())): value for name, labels, value in values})
 
@@ -47,11 +71,7 @@ def make_instance(service: str) -> Instance:
     one.log = DATA / "logs" / f"{one.name}.log"
     one.answer, one.skew, one.status, one.age = "ready", -0.4, "sleeping", 5000.0
     build = ("penstock_build_info", {"service": service, "version": "1.0.0"}, 1.0)
-    up = [
-        ("penstock_transform_query_up", {"pipe": "large"}, 1.0),
-        ("penstock_broker_lag_records", {"group": "large", "topic": "orders", "partition": "0"}, 9.0),
-    ]
-    more = up if service == "transform" else []
+    more = [*OWN.get(service, []), *((metric, NONE, float(service == owner)) for metric, owner in EVERYWHERE.items())]
     read = [(("penstock_transform_events_read_total", {"pipe": "large"}, count)) for count in (100.0, 120.0)]
     one.first, one.second = (
         sample(at, build, *more, *([count] if service == "transform" else []))

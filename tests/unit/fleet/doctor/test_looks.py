@@ -30,7 +30,9 @@ from services.fleet.doctor.looks import processes
 from services.fleet.doctor.looks.bounds import bounded, in_thread
 from services.fleet.doctor.looks.broker import look_at_broker
 from services.fleet.doctor.looks.files import look_at_checkpoints, look_at_secrets, look_at_snapshot
+from services.fleet.doctor.looks.network import look_at_observer
 from services.fleet.doctor.looks.processes import look_at_processes, parse_line, skew_of, tail
+from services.fleet.observer_client import Observer
 from services.fleet.problem import CommandFailed
 from tests.support.ports import free_port
 
@@ -245,3 +247,45 @@ async def test_processes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = diagnose(facts, CHECKS)
     assert [cause.finding.what for cause in found.causes] == ["ingest-1 is dead."]
     assert {text.partition(":")[0] for text in found.unknown} == {"the pipe file", "the broker", "the observer"}
+
+
+async def test_what_the_observer_knows() -> None:
+    """Broken: the decisions of the autoscaler, or a field that has drifted, are not looked at; or a healthy pipe is asked for all
+    of its fields; or a failure there hides the health of the pipes."""
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        if request.path == "/v1/scaling":
+            group = {
+                "group": "expel",
+                "at_ms": 7,
+                "size": 2,
+                "wanted": 4,
+                "action": "hold",
+                "reason": "at_max",
+                "words": "lag",
+            }
+            return web.json_response({"groups": [{**group, "failed": ["i-1: absent"], "at": "1970"}]})
+        if request.path == "/v1/pipes":
+            pipes = [
+                {"pipe": name, "health": health, "planned": None}
+                for name, health in (("a", "healthy"), ("b", "degraded"))
+            ]
+            return web.json_response({"pipes": [*pipes, {"pipe": "c", "health": "degraded", "planned": "deploy"}]})
+        if request.path == "/v1/pipes/b/fields" and asked.count(request.path) == 1:
+            drift = {"node": "expel", "destination": "crm", "field": "amount", "what": "nulls", "text": "amount: null"}
+            return web.json_response({"drifts": [drift, {**drift, "node": "ingest", "destination": None}]})
+        return web.json_response({"title": "Busy"}, status=500)
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    async with serve_app(app, "127.0.0.1:0") as address:
+        facts = Facts(NOW)
+        await look_at_observer(facts, Observer(address))
+        assert facts.observer.drifts == (("b", "expel crm amount: null"), ("b", "ingest amount: null"))
+        assert [(one.reason, one.failed) for one in facts.observer.groups] == [("at_max", ("i-1: absent",))]
+        assert asked.count("/v1/pipes/b/fields") == len([path for path in asked if path.endswith("/fields")]) == 1
+        await look_at_observer(facts, Observer(address))
+    assert len(facts.observer.pipes) == 3
+    assert facts.unknown == {"changed payload fields": "Busy"}
