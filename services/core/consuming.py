@@ -41,6 +41,8 @@ _LAG_INTERVAL_S = 2.0
 _NO_TOPIC_WAIT_S = 30.0
 _REJOIN_WAIT_S, _MAX_REJOIN_WAIT_S = 0.2, 5.0
 _COMMIT_WAIT_S, _MAX_COMMIT_WAIT_S = 0.1, 5.0
+_MOVE_LIMIT_S = 600.0
+"""Of a join or a leave. Each request of it has a time-out, but on Kinesis it may make one for each shard."""
 
 
 class Ledger(Protocol):
@@ -394,6 +396,10 @@ class GroupMember:
         self._commit_interval, self._set_up = commit_interval, set_up
         self._retry = Backoff(_REJOIN_WAIT_S, _MAX_REJOIN_WAIT_S)
         self._membership: Membership | None = None
+        self._joins = 0
+        """How many were begun."""
+        self._moving: str | None = None
+        """The join or leave that goes on now, for the `ProgressWatch`."""
         self.waits_for: str | None = "has not joined its group yet"
         """Why it is not in its group, for a person; None while it is."""
         self.is_drained = True
@@ -415,7 +421,9 @@ class GroupMember:
         self._set_up(False)
 
     def steps(self) -> Iterable[Step]:
-        """For the `ProgressWatch`: none while it is not in its group."""
+        """For the `ProgressWatch`: none while it waits for its topics, or for its next join."""
+        if self._moving is not None:
+            return (Step(self._moving, self._joins, _MOVE_LIMIT_S),)
         return () if self._membership is None else self._membership.steps()
 
     async def _join(self, stopping: asyncio.Event, drain: float) -> None:
@@ -425,16 +433,22 @@ class GroupMember:
             return
         membership = Membership(self._group, self._make_processor(), self._commit_interval, self._set_up)
         joining = self._broker.consumer(self._group, topics, start=self._start, on_revoke=membership.revoke)
-        async with joining as consumer:
-            log.info("group_joined", group=self._group, topics=topics)
-            self._retry.reset()
-            self.waits_for = None
-            self._set_up(True)
-            self._membership = membership
-            try:
-                self.is_drained = await membership.run(consumer, stopping, drain)
-            finally:
-                self._membership = None
+        self._joins += 1
+        self._moving = "a join of its group has not ended"
+        try:
+            async with joining as consumer:
+                self._moving = None
+                log.info("group_joined", group=self._group, topics=topics)
+                self._retry.reset()
+                self.waits_for = None
+                self._set_up(True)
+                self._membership = membership
+                try:
+                    self.is_drained = await membership.run(consumer, stopping, drain)
+                finally:
+                    self._membership, self._moving = None, "a leave of its group has not ended"
+        finally:
+            self._moving = None
 
     def _count_failure(self, errors: BaseExceptionGroup[Exception]) -> BaseException:
         """Returns the first cause. Logs failures 1, 2, 4, 8 and so on of a series."""

@@ -238,7 +238,7 @@ EXPEL_BREAKER = Gauge(
 EXPEL_LANE_EVENTS = Gauge("penstock_expel_lane_events", "Events in flight to a destination.", ["pipe", "destination"])
 EXPEL_LANE_UP = Gauge(
     "penstock_expel_lane_up",
-    "1 while the lane delivers. 0 while it waits for the broker, or has stopped: paused, a gap, damage.",
+    "1 while the lane is in its group, also if the broker goes away then. 0 before, or when stopped: paused, a gap, damage.",
     ["pipe", "destination"],
 )
 

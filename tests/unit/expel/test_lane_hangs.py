@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from services.core import progress
 from services.core.broker.connect import open_broker
-from services.core.broker.errors import Unavailable
+from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.pipes import load_pipes
 from services.core.progress import LIMIT_S, LOOK_S, ProgressWatch, Step
 from services.core.provision import ensure_topics
@@ -171,6 +171,40 @@ async def test_a_lane_that_hangs_is_found(
                     found = await look(running, watch)
         assert [line["what"] for line in lines if line["event"] == "no_progress"] == [f"late/hook: {reason}"]
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "reason"),
+    [
+        (FakeBroker, "partition_count", "a join of its group has not ended"),
+        (Dispatcher, "drain_partitions", "a leave of its group has not ended"),
+    ],
+)
+async def test_a_join_or_a_leave_that_hangs_is_found(
+    owner: type, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: a lane that left its group, and hangs before it is back, is alive until a person looks at it."""
+    released = asyncio.Event()
+
+    async def wait(*_: object) -> None:
+        await released.wait()
+
+    async with run_lane([make_record(0)], broker=FakeBroker({"s": 1, DEAD.topic: 1})) as running:
+        await wait_until(lambda: running.committed() == 0)
+        watch = ProgressWatch(running.lane.steps)
+        monkeypatch.setattr(owner, name, wait)
+        running.broker.poll_errors = [UnknownTopic("it is gone for a moment")]
+        try:
+            async with asyncio.timeout(60):
+                while watch.why_not_alive() is None:
+                    await look(running, watch)
+            assert str(watch.why_not_alive()).startswith(f"late/hook: {reason}")
+        finally:
+            monkeypatch.undo()
+            released.set()
+        await wait_until(lambda: len(running.broker.consumers) == 2)
+        watch.look()
+        assert watch.why_not_alive() is None
 
 
 PIPES = """
