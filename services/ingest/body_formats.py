@@ -7,7 +7,7 @@ A packed body must be complete, with a matching checksum and nothing behind its 
 No request may hold the event loop for long, so a body over SLICE_BYTES is read in slices. A slice is a few dozen kilobytes
 of whole events, or one event. Brackets suggest a place to cut an array, and parsing proves it: when `[` + piece + `]` is valid
 JSON, the piece is whole elements, because the text before the cut is the same in both. Where the suggestion is wrong (brackets
-in strings, large events) a regular expression finds the cut.
+in strings) a regular expression finds the cut. The end of an event that is larger than a slice is searched in slices, too.
 
 The number of containers in an event and in a body is bounded: three bytes of containers cost as much as a hundred other bytes.
 """
@@ -15,7 +15,7 @@ The number of containers in an event and in a body is bounded: three bytes of co
 import enum
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from email.message import Message
 from functools import lru_cache
 from typing import Any
@@ -26,7 +26,8 @@ from aiohttp import hdrs
 from aiohttp.http import RawRequestMessage
 
 from services.ingest import cloudevents, json_events, problems
-from services.ingest.json_events import MAX_DEPTH, WHITESPACE, Items, Limits, count_brackets
+from services.ingest.json_events import MAX_DEPTH, WHITESPACE, Items, Limits
+from services.ingest.json_scan import MAX_CONTAINERS, Containers, Scan, too_many
 from services.ingest.problems import Refused, body_too_large
 
 MAX_WINDOW_BYTES = 8 << 20
@@ -175,10 +176,6 @@ def read_items(
 
 SLICE_BYTES = 1 << 16
 """A body of at most this size is read at once."""
-MAX_CONTAINERS = 100_000
-"""Arrays and objects in one event."""
-MAX_IN_BODY = 400_000
-"""In all events of a body."""
 _MAX_GUESSES = 256
 _loads = orjson.loads
 
@@ -197,11 +194,11 @@ def _container(depth: int) -> bytes:
 
 
 _ELEMENT = _SPACE + rb"(?:" + _container(MAX_DEPTH) + rb"|" + _SCALAR + rb")" + _SPACE
-_ONE = re.compile(_ELEMENT + rb"(?=[,\]])", re.DOTALL)
 _EMPTY = re.compile(_SPACE + rb"\]")
 _SOME = re.compile(rb"(?:" + _ELEMENT + rb",)++", re.DOTALL)
-_STRINGS = re.compile(_STRING, re.DOTALL)
 
+_Cut = tuple[bytes, list[Any] | None]
+"""The text of an array, and its parsed elements; or one element that is too large to be parsed, and None."""
 _Read = Callable[[bytes, list[Any], int, Limits], Items]
 """(text of an array, its parsed elements, index of the first one in the body, limits) to events."""
 
@@ -209,7 +206,8 @@ _Read = Callable[[bytes, list[Any], int, Limits], Items]
 def read_slices(
     body: bytes, content_type: str, chosen: Format | None, message: RawRequestMessage, limits: Limits
 ) -> Iterator[Items]:
-    """As `read_items`, one slice at a time. Raises Refused at any slice, for the whole body."""
+    """As `read_items`, one slice at a time; slices without events are turns for other requests. Raises Refused at any slice, for
+    the whole body."""
     if chosen is Format.LINES:
         return _read_lines(body, limits)
     if chosen is Format.CLOUDEVENTS_BATCH:
@@ -225,19 +223,24 @@ def _read_one(
     if chosen is not None and len(body.strip(WHITESPACE)) > limits.event_bytes:
         raise Refused(problems.EVENT_TOO_LARGE, json_events.too_large(len(body.strip(WHITESPACE)), limits))
     if chosen is not None or cloudevents.is_json(content_type):
-        _Containers().add(body)
+        for _ in Containers(SLICE_BYTES).add_large(body):
+            yield Items([], [], [])
     yield read_items(body, content_type, chosen, message, limits)
 
 
 def _read_lines(body: bytes, limits: Limits) -> Iterator[Items]:
     json_events.check_start(body, limits)
-    containers, at, line, found = _Containers(), 0, 0, False
+    containers, at, line, found = Containers(SLICE_BYTES), 0, 0, False
     while at <= len(body):
         end = body.rfind(b"\n", at, at + SLICE_BYTES) if len(body) - at > SLICE_BYTES else len(body)
         if end < 0:
             end = body.find(b"\n", at + SLICE_BYTES)
         piece = body[at:end] if end >= 0 else body[at:]
-        containers.add(piece)
+        if len(piece) <= SLICE_BYTES:
+            containers.add(piece)
+        elif len(piece.strip(WHITESPACE)) <= limits.event_bytes:  # otherwise the line is not parsed
+            for _ in containers.add_large(piece):
+                yield Items([], [], [], by_line=True)
         items = json_events.read_piece(piece, line, limits)
         found = found or bool(items.values or items.refused)
         yield items
@@ -248,15 +251,19 @@ def _read_lines(body: bytes, limits: Limits) -> Iterator[Items]:
 
 
 def _read_array(body: bytes, read: _Read, limits: Limits) -> Iterator[Items]:
-    first, containers = 0, _Containers()
+    first, containers = 0, Containers(SLICE_BYTES)
     for text, documents in _cut(body, limits, containers):
-        json_events.check_count(first + len(documents), limits)
-        yield read(text, documents, first, limits)
-        first += len(documents)
+        count = 1 if documents is None else len(documents)
+        json_events.check_count(first + count, limits)
+        if documents is None:
+            yield json_events.choose([text], [json_events.unparsed(text)], range(first, first + 1), limits)
+        else:
+            yield read(text, documents, first, limits)
+        first += count
 
 
-def _cut(body: bytes, limits: Limits, containers: "_Containers") -> Iterator[tuple[bytes, list[Any]]]:
-    """Texts of arrays and their parsed elements, which together are the elements of this array."""
+def _cut(body: bytes, limits: Limits, containers: Containers) -> Iterator[_Cut]:
+    """Texts of arrays and their parsed elements, which together are the elements of this array; empty ones while it searches."""
     at = body.index(b"[") + 1 if body.lstrip(WHITESPACE)[:1] == b"[" else 0
     if not at:
         raise Refused(problems.BAD_JSON, "The body is not an array. Send a JSON array of CloudEvents.")
@@ -270,15 +277,15 @@ def _cut(body: bytes, limits: Limits, containers: "_Containers") -> Iterator[tup
         if text is not None and documents is not None:
             end = at + len(text) - 2
         else:
-            found = _find_end(body, at, at + limits.event_bytes + SLICE_BYTES)
-            if found is None:  # an event that is far too large, or no JSON
-                yield b"[]", []  # other requests get their turn: the search may have been long
-            end = _find_far_end(body, at) if found is None else found
-            piece = body[at:end].strip(WHITESPACE)
-            text = b"[" + piece + b"]"
-            # An element that is too large is refused for its size, and is not parsed.
-            too_large = len(piece) > max(limits.event_bytes, SLICE_BYTES)
-            documents = [json_events.unparsed(piece)] if too_large else _parse(text, at, containers)
+            some = _SOME.match(body, at, at + SLICE_BYTES)
+            end, opened = (some.end() - 1, None) if some is not None else (yield from _search_end(body, at))
+            text = body[at:end].strip(WHITESPACE)
+            if not text:
+                raise _bad_json(at)
+            # An element that is too large is refused for its size.
+            if len(text) <= max(limits.event_bytes, SLICE_BYTES):
+                text = b"[" + text + b"]"
+                documents = _parse(text, at, containers, opened)
         yield text, documents
         at = end + 1
         if body[end:at] == b"]":
@@ -316,39 +323,27 @@ def _balance(piece: bytes) -> tuple[int, int]:
     return piece.count(b"{") - piece.count(b"}"), piece.count(b"[") - piece.count(b"]")
 
 
-def _find_end(body: bytes, at: int, limit: int) -> int | None:
-    """The place of the comma or bracket behind at least one element; None when no element ends before `limit`."""
-    some = _SOME.match(body, at, at + SLICE_BYTES)
-    if some is not None:
-        return some.end() - 1
-    one = _ONE.match(body, at, limit)
-    return None if one is None else one.end()
+def _search_end(body: bytes, at: int) -> Generator[_Cut, None, tuple[int, int]]:
+    """The place of the comma or bracket behind an element of any size, and the element's containers. Raises Refused."""
+    scan = Scan(body, at, SLICE_BYTES)
+    for end in scan.find_end(MAX_DEPTH):
+        if scan.containers > MAX_CONTAINERS:
+            raise too_many()
+        if scan.deepest > MAX_DEPTH:
+            raise Refused(problems.TOO_DEEP, json_events.TOO_DEEP_DETAIL)
+        yield b"[]", []  # other requests get their turn
+        if end is not None and body[end : end + 1] != b"}":
+            return end, scan.containers
+    raise _bad_json(at)
 
 
-def _find_far_end(body: bytes, at: int) -> int:
-    """The place of the comma or bracket behind an element of any size. Raises Refused."""
-    if count_brackets(body[at:]) > MAX_CONTAINERS:
-        raise _too_many()
-    one = _ONE.match(body, at)
-    if one is None:
-        raise Refused(
-            problems.BAD_JSON,
-            f"The JSON is not valid from byte {at} on, or has more than {MAX_DEPTH} levels of nesting there.",
-        )
-    return one.end()
+def _bad_json(at: int) -> Refused:
+    return Refused(problems.BAD_JSON, f"The JSON is not valid from byte {at} on.")
 
 
-def _too_many() -> Refused:
-    detail = (
-        f"An event has more than {MAX_CONTAINERS} arrays and objects, or the request more than {MAX_IN_BODY}. "
-        "Send less in one request."
-    )
-    return Refused(problems.TOO_MANY_CONTAINERS, detail)
-
-
-def _try_parse(text: bytes, containers: "_Containers") -> list[Any] | None:
+def _try_parse(text: bytes, containers: Containers, opened: int | None = None) -> list[Any] | None:
     before = containers.count
-    containers.add(text)
+    containers.add(text, opened)
     try:
         found: list[Any] = _loads(text)
     except orjson.JSONDecodeError:
@@ -357,24 +352,9 @@ def _try_parse(text: bytes, containers: "_Containers") -> list[Any] | None:
     return found
 
 
-def _parse(text: bytes, at: int, containers: "_Containers") -> list[Any]:
-    found = _try_parse(text, containers)
+def _parse(text: bytes, at: int, containers: Containers, opened: int | None = None) -> list[Any]:
+    """opened: the containers, where they are known."""
+    found = _try_parse(text, containers, opened)
     if found is None:
         raise Refused(problems.BAD_JSON, f"The JSON is not valid within the {len(text)} bytes from byte {at} on.")
     return found
-
-
-class _Containers:
-    """Counts the arrays and objects of a body. Brackets in strings are counted too, unless they decide whether it is refused."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def add(self, text: bytes) -> None:
-        """Count those of a text before it is parsed. Raises Refused for too many."""
-        brackets = count_brackets(text)
-        if brackets > MAX_CONTAINERS or self.count + brackets > MAX_IN_BODY:
-            brackets = count_brackets(_STRINGS.sub(b"", text))
-        self.count += brackets
-        if brackets > MAX_CONTAINERS or self.count > MAX_IN_BODY:
-            raise _too_many()

@@ -126,11 +126,12 @@ class Intake:
         columns: Columns | None = None
         indexes: list[int] = []
         for items in slices:
-            more, found = self._columns(items, arrival, traceparent)
-            faults.update({len(indexes) + row: fault for row, fault in found.items()})
-            indexes += items.indexes
+            if items.values:
+                more, found = self._columns(items, arrival, traceparent)
+                faults.update({len(indexes) + row: fault for row, fault in found.items()})
+                indexes += items.indexes
+                columns = more if columns is None else columns.join(more)
             whole = Items([], [], indexes, None, whole.refused + items.refused, items.by_line)
-            columns = more if columns is None else columns.join(more)
             del items
             await asyncio.sleep(0)
         return self._finish(whole, columns or Columns([], [], None, [], None), faults, arrival)

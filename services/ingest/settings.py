@@ -24,7 +24,9 @@ class IngestSettings(Settings):
     keys: Path | None = Field(
         None, description="The keys file that `penstock keys` writes. Without one, clients need no key."
     )
-    max_event: Size = Field(1_000_000, description="Largest event, e.g. 1MB.")
+    max_event: Size = Field(
+        1_000_000, description="Largest event, e.g. 1MB. Each MB may hold the other clients for 30 ms."
+    )
     max_body: Size = Field(5_000_000, description="Largest body of a request, before and after unpacking, e.g. 5MB.")
     max_events: int = Field(10_000, ge=1, le=MAX_IDS, description="Most events in one request.")
     quota_bytes: Size = Field(

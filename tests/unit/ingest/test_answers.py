@@ -15,9 +15,9 @@ from services.ingest import problems
 from services.ingest.access import Access
 from services.ingest.answer import explain
 from services.ingest.app import OPENAPI
-from services.ingest.body_formats import MAX_CONTAINERS
 from services.ingest.event_fields import read_times
 from services.ingest.json_events import Limits
+from services.ingest.json_scan import MAX_CONTAINERS
 from tests.support.raw_http import Reply, make_request
 from tests.unit.ingest.service import Service, running
 
@@ -124,7 +124,8 @@ LARGE: list[tuple[bytes, str, str]] = [
     (body(b"[" + b'{"a":1},' * 9000 + b"{}]x"), "bad-json", "The JSON is not valid within"),
     (body(b"[" + b'{"a":1},' * 9000 + b"x]"), "bad-json", "The JSON is not valid within"),
     (body(b"[" + b" " * 70_000 + b"]x"), "bad-json", "Bytes follow the end of the array."),
-    (body(b"[" + b'{"a":' * 200_000), "too-many-containers", "Send less in one request."),
+    (body([{"a": [[]] * MAX_CONTAINERS}, {}]), "too-many-containers", "Send less in one request."),
+    (body(b"[" + b'{"a":' * 200_000), "too-deep", "more than 128 levels"),
     (body(b'["' + b"x" * 80_000), "bad-json", "is not valid from byte 1 on"),
     (body(b'{"a":1}' + b" " * 70_000, media=BATCH), "bad-json", "The body is not an array."),
 ]

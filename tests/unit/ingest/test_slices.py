@@ -1,8 +1,10 @@
 """Large bodies in slices: the same events as from the whole body, and no slice that is large."""
 
 import asyncio
+import gc
 import gzip
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -19,6 +21,7 @@ from services.ingest import body_formats, endpoint
 from services.ingest.access import Access
 from services.ingest.body_formats import Format, read_items
 from services.ingest.json_events import Items, Limits, count_brackets
+from services.ingest.json_scan import MAX_CONTAINERS
 from services.ingest.problems import Refused
 from tests.unit.ingest.service import Service, running
 
@@ -143,6 +146,10 @@ NASTY = {
     "deep": b"[" + fill(b"[" * 127 + b"]" * 127 + b",") + b"0]",
     "one huge event": b'[{"a":[' + fill(b'"a",') + b"0]},{}]",
     "one huge event of lists": b'[{"a":[' + fill(b"[],") + b"0]},{}]",
+    "one huge event of brackets in texts": b'[{"a":[' + fill(b'"[",') + b"0]},{}]",
+    "one huge text": b'[{"a":"' + fill(b'\\"') + b'"},{}]',
+    "one event of brackets in texts": b'{"a":[' + fill(b'"[",', 990_000) + b"0]}",
+    "one deep event": b'[{"a":[' + fill(b"[" * 126 + b"]" * 126 + b",", 990_000) + b"0]},{}]",
     "objects that never end": b"[" + fill(b'{"a":[{},{},'),
     "a text that never ends": b"[" + fill(b'"a,{},{},'),
     "white space": b"[{}" + fill(b" ") + b",{}]",
@@ -170,8 +177,55 @@ def test_nothing_large_is_parsed_at_once(name: str, monkeypatch: pytest.MonkeyPa
     assert all(len(text) <= body_formats.SLICE_BYTES + 2 or orjson.loads(text)[1:] == [] for text in parsed), (
         "several events"
     )
-    assert all(count_brackets(text) <= body_formats.MAX_CONTAINERS + 1 or b'"' in text for text in parsed)
+    assert all(count_brackets(text) <= MAX_CONTAINERS + 1 or b'"' in text for text in parsed)
     assert all(after - before <= 2 for before, after in pairwise(steps)), "a guess and a proof"
+
+
+@pytest.mark.parametrize("chosen", [Format.JSON, Format.LINES])
+@pytest.mark.parametrize("name", list(NASTY))
+def test_no_slice_takes_long(name: str, chosen: Format) -> None:
+    """Broken: while one body is searched or parsed, every other client waits for more than 50 ms.
+
+    The longest slice is compared with four times what orjson needs for a megabyte: 12 ms on the machine of bench/README.md.
+    The least of several runs counts, because other processes share the caches.
+    """
+    body, longest, bound = NASTY[name], 1.0, 0.0
+    gc.disable()  # a service collects seldom, and never what the tests have imported
+    try:
+        for _ in range(5):
+            bound = max(bound, 4 * measure(lambda: orjson.loads(MEGABYTE)))
+            reading = body_formats.read_slices(body, FORMATS[chosen], chosen, NO_HEADERS, LARGE)
+            longest = min(longest, measure_slices(reading))
+            if longest < bound:
+                break
+    finally:
+        gc.enable()
+    assert longest < bound
+
+
+MEGABYTE = b"[" + fill(b'"a",', 990_000) + b"0]"
+
+
+def measure(work: Callable[[], object]) -> float:
+    """The seconds of CPU that this thread needs."""
+    start = time.thread_time()
+    work()
+    return time.thread_time() - start
+
+
+def measure_slices(reading: Iterator[Items]) -> float:
+    """The seconds of CPU that the longest slice needs."""
+    longest, is_open = 0.0, True
+
+    def step() -> None:
+        nonlocal is_open
+        is_open = False
+        with suppress(Refused):
+            is_open = next(reading, None) is not None
+
+    while is_open:
+        longest = max(longest, measure(step))
+    return longest
 
 
 def test_containers_are_counted_without_those_in_texts() -> None:
