@@ -1,6 +1,5 @@
 """Whether changed transforms can use the state that the former ones left: asked of Spark before anything starts."""
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from services.core.yaml_source import BadConfiguration
 from services.fleet.changes import Change
 from services.fleet.problem import CommandFailed
 from services.fleet.spark_child import LIMIT_S, TooSlow, run_spark
+from services.fleet.temporary import temporary_folder
 
 
 def check_states(pipes: Path, states: Mapping[str, StatePlan], broker: str | None = None) -> list[Change]:
@@ -22,8 +22,7 @@ def check_states(pipes: Path, states: Mapping[str, StatePlan], broker: str | Non
     """
     if not states:
         return []
-    with tempfile.TemporaryDirectory(prefix="penstock-state-", ignore_cleanup_errors=True) as folder:
-        scratch = Path(folder)
+    with temporary_folder("state") as scratch:
         (scratch / "former").write_bytes(msgspec.msgpack.encode(states))
         arguments: list[str | Path] = ["--pipes", pipes, "--only", ",".join(sorted(states)), "--data", scratch]
         arguments += ["--former", scratch / "former", "--result", scratch / "result"]

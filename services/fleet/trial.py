@@ -7,7 +7,6 @@ import io
 import itertools
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from services.fleet.access import opened
 from services.fleet.event_source import STDIN, BadInput, InputFile, read_events
 from services.fleet.problem import CommandFailed
 from services.fleet.spark_child import LIMIT_S, TooSlow, last_lines, run_spark
+from services.fleet.temporary import temporary_folder
 
 MOST_EVENTS = 10_000
 """Of a sample."""
@@ -114,8 +114,7 @@ def run_transform(pipes: Path, pipe: str, records: Sequence[SampleRecord], broke
 
     broker: for the size limit of records. Raises BadConfiguration with the transform's mistakes, and CommandFailed.
     """
-    with tempfile.TemporaryDirectory(prefix="penstock-try-", ignore_cleanup_errors=True) as folder:
-        scratch = Path(folder)
+    with temporary_folder("try") as scratch:
         (scratch / "sample").write_bytes(msgspec.msgpack.encode(records))
         arguments: list[str | Path] = ["--pipes", pipes, "--only", pipe, "--data", scratch]
         arguments += ["--sample", scratch / "sample", "--result", scratch / "result"]

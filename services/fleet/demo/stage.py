@@ -1,8 +1,6 @@
 """The parts of both demos: a temporary folder, a signing secret, a fleet, a progress display, the observer's loss table."""
 
 import asyncio
-import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
@@ -30,6 +28,7 @@ from services.fleet.settings import UpSettings
 from services.fleet.status import quantiles
 from services.fleet.stop import Stop, stop_on_signals
 from services.fleet.supervisor import Fleet
+from services.fleet.temporary import TemporaryFolder
 from services.fleet.up import fleet_of
 
 POLL_EVERY_S = 0.5
@@ -82,7 +81,8 @@ class Stage:
 
 async def perform(broker: str, run: Callable[[Stage], Awaitable[DemoResult]]) -> DemoResult:
     """Run a demo. Raises CommandFailed, with status 130 when a signal stops it. Leaves no files but the logs of a failure."""
-    folder = Path(tempfile.mkdtemp(prefix="penstock-demo-"))
+    temporary = await asyncio.to_thread(TemporaryFolder, "demo")
+    folder = temporary.folder
     has_failed = True
     try:
         with stop_on_signals(lambda _insists: print_note("stopping")) as stop:
@@ -96,8 +96,9 @@ async def perform(broker: str, run: Callable[[Stage], Awaitable[DemoResult]]) ->
     finally:
         if has_failed and (folder / "data" / "logs").is_dir():
             print_note(f"the logs are in {folder}/data/logs", "yellow")
+            temporary.keep()
         else:
-            shutil.rmtree(folder, ignore_errors=True)
+            temporary.remove()
 
 
 async def _run(broker: str, run: Callable[[Stage], Awaitable[DemoResult]], folder: Path, stop: Stop) -> DemoResult:
