@@ -46,8 +46,9 @@ async def look_at_observer(facts: Facts, observer: Observer) -> None:
 
 
 async def _look_at_groups(facts: Facts, observer: Observer) -> None:
-    body = await get_json(observer, "/v1/scaling", {})
-    facts.observer.groups = tuple(msgspec.convert(one, GroupReport) for one in body["groups"])
+    with suppress(CommandFailed):  # an observer of 0.1 has no such path
+        body = await get_json(observer, "/v1/scaling", {})
+        facts.observer.groups = tuple(msgspec.convert(one, GroupReport) for one in body["groups"])
 
 
 async def _look_at_drifts(facts: Facts, observer: Observer) -> None:
