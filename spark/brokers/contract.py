@@ -217,7 +217,10 @@ class SparkBroker(ABC):
 
     @abstractmethod
     def try_write(self, frame: DataFrame) -> None:
-        """Execute the frame as `write` does, and store nothing. Raises the frame's errors."""
+        """Execute the frame as `write` does, and store nothing. Raises the frame's errors.
+
+        Raises TooMuch where a task has more rows than MAX_ROWS, and the write would not fail for that.
+        """
 
     @abstractmethod
     def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> bool:
@@ -301,6 +304,11 @@ def describe_records(records: Sequence[Record], wanted: WantedOrigins | None) ->
 # A batch is collected at the driver within bounds, since neither Java nor Python survives without memory. A task counts its rows
 # and fails beyond MAX_ROWS; Spark adds up the bytes (`spark.driver.maxResultSize`). After either failure the batch is processed
 # in parts.
+#
+# On Kafka and Kinesis a task stores its rows while it computes them. A write there has no limit: a batch may have any number of
+# rows, and one that failed half-way would be stored twice. But Spark holds all rows of one event: its generated code leaves the
+# loop of a generator (`explode`) only at its end. So one event may end Java. Trials, and parts of a batch that was too much once,
+# therefore have the limit everywhere, and find that event without another end of the process.
 MAX_ROWS = 500_000
 """Of one task: 25 rows for each event of a batch of 20,000 that one task reads."""
 _TOO_MANY = f"more than {MAX_ROWS} rows come out of one task"
@@ -308,7 +316,7 @@ _TOO_MUCH = (_TOO_MANY, "spark.driver.maxResultSize", "SparkOutOfMemoryError", "
 
 
 def limit_rows(frame: DataFrame) -> DataFrame:
-    """The frame (columns OUT), such that executing it raises when it has too many rows."""
+    """The frame (columns OUT), such that executing it raises when a task has too many rows."""
     row = f.monotonically_increasing_id().bitwiseAND((1 << 33) - 1)
     value = f.when(row < MAX_ROWS, f.col("value")).otherwise(f.raise_error(f.lit(_TOO_MANY)).cast("binary"))
     return frame.withColumn("value", value)
@@ -317,6 +325,20 @@ def limit_rows(frame: DataFrame) -> DataFrame:
 def collect_bounded(frame: DataFrame) -> Any:
     """An Arrow table of the frame (columns OUT). Raises the errors of executing it."""
     return limit_rows(frame).toArrow()
+
+
+class TooMuch(Exception):
+    """The output is larger than that of a batch may be. Where a write has limits, nothing of it was written."""
+
+
+def try_in_tasks(frame: DataFrame) -> None:
+    """Execute a frame that has `limit_rows`, and store nothing. Raises TooMuch, the frame's errors."""
+    try:
+        frame.write.format("noop").mode("overwrite").save()
+    except Exception as error:
+        if _TOO_MANY in str(error):
+            raise TooMuch(_TOO_MANY) from error
+        raise
 
 
 def is_too_much(error: BaseException) -> bool:

@@ -16,7 +16,16 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from services.core import event as names
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.record import Batch, Record
-from spark.brokers.contract import BatchName, ObservedWrite, SparkBroker, WantedOrigins, Written, open_stream
+from spark.brokers.contract import (
+    BatchName,
+    ObservedWrite,
+    SparkBroker,
+    WantedOrigins,
+    Written,
+    limit_rows,
+    open_stream,
+    try_in_tasks,
+)
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, jvm
 from spark.records import DIGITS, HEADERS, OUT, OUT_SCHEMA, RAW_NAMES, OffsetRange, Offsets, to_arrow
@@ -142,8 +151,8 @@ class KafkaSparkBroker(SparkBroker):
         return observed.result()
 
     def try_write(self, frame: DataFrame) -> None:
-        """Rows go from the tasks to Kafka one by one: none are kept."""
-        for_sink(frame).write.format("noop").mode("overwrite").save()
+        """In the tasks, as `write`."""
+        try_in_tasks(for_sink(limit_rows(frame)))
 
     def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> bool:
         if records:

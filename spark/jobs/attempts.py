@@ -18,6 +18,7 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 import structlog
 
+from spark.brokers.contract import TooMuch
 from spark.java import is_answer
 from spark.jobs.checkpoint import Checkpoint
 from spark.jobs.culprits import Part, TransformBroken, ranges_of
@@ -45,10 +46,6 @@ _POLL_S = 0.1
 
 class Stopping(Exception):
     """Work was not begun, or abandoned, because the job is to stop. The next start does it."""
-
-
-class TooMuch(Exception):
-    """The output is larger than a batch's may be. Nothing of it was written."""
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -313,7 +310,11 @@ class PartRunner:
             return attempt
         save, other = self._attempts.save, others[-1]
         attempt = save(msgspec.structs.replace(attempt, control=other, working=True))
-        if not self._work.passes(other):
+        try:
+            passes = self._work.passes(other)
+        except TooMuch:
+            passes = False
+        if not passes:
             raise TransformBroken(f"it fails on {_describe(suspect)}, and on {_describe(other)}, too")
         return save(msgspec.structs.replace(attempt, control=None, working=False, passed=True))
 

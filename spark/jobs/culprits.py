@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pyspark.sql import DataFrame
 
-from spark.brokers.contract import SparkBroker
+from spark.brokers.contract import SparkBroker, TooMuch
 from spark.errors import is_of_spark, shorten
 from spark.java import is_answer
 from spark.jobs.checkpoint import Checkpoint
@@ -31,24 +31,37 @@ class TransformBroken(Exception):
 
 
 Trial = Callable[[Sequence[RecordOffset]], str | None]
-"""Runs the transform on these events alone: None when it passed, else its error."""
+"""Runs the transform on these events alone: None when it passed, else its error. Raises TooMuch."""
 
 
 def find_culprits(records: Sequence[RecordOffset], trial: Trial) -> dict[RecordOffset, str]:
     """The events of a failed batch on which the transform fails alone, and its errors.
 
     records: in order, at least one. Empty when the failure does not repeat. Makes about 2 * log2(n) trials for a culprit.
+    Several events that are too much for a trial are not: it is tried what each half does. One alone is a culprit.
     Raises TransformBroken; also when parts pass that fail together.
     """
-    problem = trial(records)
+    too_much = False
+
+    def tried(some: Sequence[RecordOffset]) -> str | None:
+        nonlocal too_much
+        try:
+            return trial(some)
+        except TooMuch as error:
+            too_much = True
+            return str(error)
+
+    problem = tried(records)
     if problem is None:
         return {}
     sample = records[:: max(1, len(records) // SAMPLE)][:SAMPLE]
-    alone = {record: found for record in sample if (found := trial([record])) is not None}
+    alone = {record: found for record in sample if (found := tried([record])) is not None}
     if len(records) > SAMPLE and len(alone) == len(sample):
         raise TransformBroken(f"it fails on each of {len(sample)} events tried alone, e.g.: {problem}")
     culprits: dict[RecordOffset, str] = {}
-    _search(records, trial, alone, culprits)
+    _search(records, tried, alone, culprits)
+    if not culprits and too_much:
+        return {}
     if not culprits:
         raise TransformBroken(f"it fails on the batch, and on none of its {len(records)} events alone: {problem}")
     if len(records) > SAMPLE and 2 * len(culprits) > len(records):
@@ -155,10 +168,15 @@ def list_records(*frames: DataFrame) -> list[RecordOffset]:
 def try_transform(
     prepared: Prepared, broker: SparkBroker, raw: DataFrame, records: Sequence[RecordOffset]
 ) -> str | None:
-    """A trial on a batch of raw records: does all that a write does, stores nothing. Raises when Java or Spark is gone."""
+    """A trial on a batch of raw records: does all that a write does, stores nothing.
+
+    Raises TooMuch, and what Java or Spark raises when it is gone.
+    """
     frames = prepared.views_of(raw.where(within(ranges_of(records))))
     try:
         broker.try_write(prepared.apply(frames, raw.sparkSession))
+    except TooMuch:
+        raise
     except Exception as error:  # any error of the operator's code
         if not is_answer(error) or is_of_spark(error):
             raise

@@ -15,11 +15,11 @@ from pyspark.sql import DataFrame, Observation
 from pyspark.sql import functions as f
 
 from services.core.topic_names import output_topic
-from spark.brokers.contract import BatchName, WantedOrigins, is_too_much
+from spark.brokers.contract import BatchName, TooMuch, WantedOrigins, is_too_much, limit_rows
 from spark.errors import is_of_broker, is_of_spark, shorten
 from spark.health import PART
 from spark.java import is_answer
-from spark.jobs.attempts import PART_OF, PartName, PartRunner, TooMuch
+from spark.jobs.attempts import PART_OF, PartName, PartRunner
 from spark.jobs.culprits import (
     FailureStreak,
     Part,
@@ -60,7 +60,7 @@ from spark.reports import (
     read_origins,
     without,
 )
-from spark.transforms.output import number_batch
+from spark.transforms.output import OriginNumbering, number_batch
 from spark.transforms.preparation import of_stream
 from spark.transforms.view import FAILED_CHECK, TIME, drop_duplicates
 
@@ -214,11 +214,10 @@ class TransformHandler(BatchHandler):
             counted[stream] = view.check(of_stream(prepared, raw, stream))
             checked = counted[stream].observe(seen[stream], *self._in_metrics)
             frames[stream] = view.good(checked.where(f"NOT ({exactly(culprits)})") if culprits else checked)
-        numbering = None
-        if self._makes_new:
-            query_id = query.writer.rpartition(":")[2]
-            numbering = number_batch(query_id, batch_id, query.checkpoint.planned_at(batch_id), names.mark)
+        numbering = self._numbering(batch_id, names)
         out = prepared.apply(frames, raw.sparkSession, numbering)
+        if part is not None:
+            out = limit_rows(out)  # the batch was too much once
         wanted = None
         if query.ledger:
             wanted = WantedOrigins(numbering.at_ms if numbering else None, self._stored_since(names.output))
@@ -250,6 +249,13 @@ class TransformHandler(BatchHandler):
             add_settled(report, gathered, NO_ORIGINS if numbering else written.origins, [dead or {}, failed])
         if numbering:
             add_accepted(report, written.origins)
+
+    def _numbering(self, batch_id: int, names: _Names) -> OriginNumbering | None:
+        """Of new events, with a ledger."""
+        if not self._makes_new:
+            return None
+        query_id = self.query.writer.rpartition(":")[2]
+        return number_batch(query_id, batch_id, self.query.checkpoint.planned_at(batch_id), names.mark)
 
     def _stored_since(self, output: BatchName) -> Sequence[OffsetRange]:
         """As in `WantedOrigins`. A repeat may use a newer content of a table, and compute what was not stored."""

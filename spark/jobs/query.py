@@ -82,7 +82,7 @@ class Query:
     def trial(self, raw: DataFrame, records: Sequence[RecordOffset]) -> str | None:
         """Run the transform on these records of a batch and store nothing: None when it passed, else its error.
 
-        Raises Stopping.
+        Raises Stopping, TooMuch.
         """
         self.check_not_stopping()
         self.watchdog.begin(self.writer, "a trial of some events", PART)

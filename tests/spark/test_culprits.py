@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from spark.brokers.contract import TooMuch
 from spark.jobs.culprits import MAX_CULPRITS, SAMPLE, TransformBroken, find_culprits
 from spark.records import RecordOffset, offset_text
 
@@ -48,3 +49,21 @@ def test_what_fails_only_together_has_no_culprit() -> None:
     """If this fails, an event is rejected that the transform passes."""
     with pytest.raises(TransformBroken, match="on none of its 20 events alone"):
         find_culprits(batch(20), lambda records: "too many" if len(records) > 15 else None)
+
+
+@pytest.mark.parametrize("large", [set(), {5}])
+@pytest.mark.parametrize("bad", [set(), {17}])
+def test_what_is_too_much_for_a_trial_is_tried_in_parts(large: set[int], bad: set[int]) -> None:
+    """If this fails, on Kafka a batch with more rows than a trial may have stops its pipe, or its events are rejected; or one
+    event with too many rows is passed over in the search, and ends Java."""
+    trials = Trials(bad)
+
+    def trial(records: Sequence[RecordOffset]) -> str | None:
+        if len(records) > 15 or large & {int(record.offset) for record in records}:
+            raise TooMuch("too many")
+        return trials(records)
+
+    found = find_culprits(batch(40), trial)
+    assert {int(record.offset): text for record, text in found.items()} == (
+        dict.fromkeys(large, "too many") | {number: f"bad {offset_text(number)}" for number in bad}
+    )

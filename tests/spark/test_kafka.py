@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 from aiokafka import AIOKafkaProducer
@@ -22,6 +23,7 @@ from services.core.jvm.kafka import KafkaCluster
 from services.core.metrics import TRANSFORM_MODE
 from services.core.pauses import Pause
 from spark.brokers.kafka import KafkaSparkBroker
+from spark.jobs.attempts import MAX_ENDED, Attempt, Attempts
 from spark.jobs.replay import BadRecords
 from tests.spark.broker_pipeline import BrokerPipeline
 from tests.spark.log_pipeline import NOW, event, interrupt_queries, numbers, wait_for
@@ -30,6 +32,7 @@ from tests.spark.test_checkpoint import truncate
 
 pytestmark = pytest.mark.kafka
 COLUMNS = "carrier STRING, delay INT"
+FAILS, EXPLODES = -1, -2
 MakePipeline = Callable[..., BrokerPipeline]
 
 
@@ -142,6 +145,44 @@ def test_real_time(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch)
     assert counts["process_time"] == counts["lag_out"], "an event's time is not its own"
     took = sum(lag.total_ms for lag in lags if lag.kind == "process_time")
     assert took < 30_000 * counts["process_time"], "that is the batch's time, not the events'"
+
+
+def test_one_event_of_four_million_rows(make_pipeline: MakePipeline) -> None:
+    """If this fails, the search for an event that fails ends Java at another one, whose rows take all its memory."""
+    pipeline = make_pipeline(1)
+    pipeline.send([flight(0, delay=FAILS), flight(1, delay=EXPLODES), *(flight(n) for n in range(2, 6))])
+    sql = f"""SELECT concat(event.id, '-', n) AS id, event.key AS key, repeat('x', 100) AS text, 1 / (delay - {FAILS}) AS share
+              FROM {{s}} LATERAL VIEW explode(sequence(1, IF(delay = {EXPLODES}, 4000000, 2))) AS n"""
+    pipeline.start(pipeline.chosen(columns=COLUMNS, sql=sql))
+    dead = pipeline.records("dead", 2)
+    out = pipeline.records("out", 8)
+    pipeline.stop()
+    assert reasons(dead) == {"id-0": "transform_error", "id-1": "transform_error"}
+    assert "rows come out of one task" in "".join((one.header(dead_letter.DETAIL) or b"").decode() for one in dead)
+    assert Counter(map(read_id, out)) == Counter(f"id-{n}-{row}" for n in range(2, 6) for row in (1, 2))
+
+
+def test_parts_of_a_batch_that_ended_processes(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, each part of such a batch ends another process, until one event of very many rows is alone."""
+
+    def suspected(attempts: Attempts, batch: int) -> Attempt:
+        found = attempts.current
+        if found is None or found.batch != batch:
+            found = attempts.save(msgspec.structs.replace(attempts.begin(batch), ended=MAX_ENDED))
+        return found
+
+    monkeypatch.setattr(Attempts, "of", suspected)
+    monkeypatch.setattr("spark.brokers.contract.MAX_ROWS", 30)
+    pipeline = make_pipeline(1)
+    pipeline.send([flight(0), flight(1, delay=EXPLODES), *(flight(n) for n in range(2, 20))])
+    sql = f"""SELECT concat(event.id, '-', n) AS id, event.key AS key, delay
+              FROM {{s}} LATERAL VIEW explode(sequence(1, IF(delay = {EXPLODES}, 40, 10))) AS n"""
+    pipeline.start(pipeline.chosen(columns=COLUMNS, sql=sql), per_batch=True)
+    assert reasons(pipeline.records("dead", 1)) == {"id-1": "transform_error"}
+    expected = {f"id-{n}-{row}" for n in range(20) if n != 1 for row in range(1, 11)}
+    wait_for(lambda: {read_id(one) for one in pipeline.records("out", len(expected))} == expected, "the other events")
+    pipeline.stop()
+    assert pipeline.problem is None
 
 
 def test_what_was_rolled_back_is_no_event(make_pipeline: MakePipeline) -> None:

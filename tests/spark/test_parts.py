@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from spark.brokers.contract import TooMuch
 from spark.jobs.attempts import (
     ATTEMPT_FILE,
     MAX_ENDED,
@@ -17,7 +18,6 @@ from spark.jobs.attempts import (
     Attempts,
     PartName,
     PartRunner,
-    TooMuch,
     forget_parts,
     hand_over_attempt,
 )
@@ -157,6 +157,22 @@ def test_a_transform_that_ends_the_process_on_everything_rejects_nothing() -> No
     with pytest.raises(TransformBroken):
         work.run(folder)
     assert work.processes <= processes + 3
+
+
+def test_a_transform_that_is_too_much_on_everything_rejects_nothing() -> None:
+    """If this fails, a pipe on Kafka whose events all have too many rows repeats the same search for ever, without a reason."""
+    work = Work(40)
+    work.most, work.dice.random = 0, lambda: 1.0  # type: ignore[method-assign]
+
+    def passes(_record: RecordOffset) -> bool:
+        raise TooMuch("too many")
+
+    work.passes = passes  # type: ignore[method-assign,assignment]
+    attempts = Attempts("v")
+    attempts.open(Folder())  # type: ignore[arg-type]
+    with pytest.raises(TransformBroken, match="too"):
+        PartRunner(attempts, work, lambda: None).run(BATCH)
+    assert not work.dead
 
 
 def test_a_mended_transform_goes_on_with_what_is_left() -> None:
