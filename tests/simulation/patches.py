@@ -396,6 +396,18 @@ PATCHES = (
         needs=frozenset({"readers", "kafka", "p.late", "grow"}),
     ),
     Patch(
+        "counted-late",
+        "on Kafka, a partition that is added between a group's assignment and its first position begins at the latest",
+        (
+            Change(
+                "services/core/broker/kafka/positions.py",
+                "for topic, count in (dealt or {}).items() if topic in counts}",
+                "for topic, count in (dealt or {}).items() if topic not in counts}",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "p.late", "grow"}),
+    ),
+    Patch(
         "waiting-at-latest",
         "on Kafka, a group with the start latest skips the events that wait for it",
         (

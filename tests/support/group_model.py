@@ -212,6 +212,10 @@ class Client:
         """Those with a position."""
         return set(self._positions)
 
+    def partitions_for_topic(self, _topic: str) -> set[int]:
+        """All, by number."""
+        return {source.partition for source in self._group.sources}
+
     def seek(self, source: KafkaPartition, position: int) -> None:
         """Read on there."""
         self._positions[source] = position

@@ -160,8 +160,7 @@ class KafkaWorld(World):
             case "remake":
                 self._remake(topic)
             case "grow":
-                count = len(self.server.topics[topic].partitions)
-                self.server.add_partitions(topic, min(_MOST_PARTITIONS, count + 1))
+                self._grow(topic)
 
     def _catch_up(self, partition: Partition) -> None:
         partition.catch_up()
@@ -238,6 +237,16 @@ class KafkaWorld(World):
         self.server.create(topic, count)
         for _ in range(self.rng.randrange(4)):
             self.write(topic)
+
+    def _grow(self, topic: str) -> None:
+        """Writers use a new partition at once."""
+        held = self.server.topics[topic]
+        number = len(held.partitions)
+        if number == _MOST_PARTITIONS:
+            return
+        self.server.add_partitions(topic, number + 1)
+        for _ in range(self.rng.randrange(3)):
+            self._append(topic, held.id.int, number, held.partitions[number], self.rng.choice((1, 3, 8)))
 
     def calm(self) -> None:
         """As there."""

@@ -50,9 +50,16 @@ class Work:
         self._queue: deque[Batch] = deque()
         self._paused: TopicPartition | None = None
         self._changed = asyncio.Event()
+        self._membership: Membership | None = None
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a partition waits for a person: the log says `records_missing`."""
+        return self._membership is not None and bool(self._membership._stuck)
 
     def open(self, membership: Membership, _tasks: asyncio.TaskGroup) -> Iterable[Coroutine[Any, Any, None]]:
         """As there."""
+        self._membership = membership
         return [self._process(), self._pause_now_and_then(membership)]
 
     async def wait_for_room(self) -> int:

@@ -111,6 +111,17 @@ async def test_a_leader_that_still_has_the_topic_of_before_is_not_asked() -> Non
             await find_positions(cast(Cluster, group), cast(GroupStarts, OnRecord()), "g", group.sources, "latest")
 
 
+async def test_a_partition_that_was_added_after_the_group_dealt_them_out_is_new() -> None:
+    """If it fails, a group that begins while a partition is added skips what that one has stored when somebody gets it."""
+    group, record = GroupModel(random.Random(0), 2, _END), OnRecord()
+    placement = await find_positions(
+        cast(Cluster, group), cast(GroupStarts, record), "g", _FOUR[:1], "latest", dealt={"t": 1}
+    )
+    assert placement.metadata[_FOUR[0]].partitions == 1
+    later = await _position({0: (_END, str(placement.metadata[_FOUR[0]]))}, {0: placement.begun[_FOUR[0]]})
+    assert later.position == {_FOUR[0]: _END, _FOUR[1]: 0}
+
+
 async def test_an_epoch_that_the_leader_does_not_know_stops() -> None:
     """If it fails, a group is placed by a guess on a log that was put back from long ago."""
     placement = await _position({0: (5, str(CommitMetadata(2, _ID, 8)))}, {}, partitions=1)

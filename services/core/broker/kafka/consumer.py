@@ -139,6 +139,7 @@ class KafkaConsumer:
         self._group, self._start, self._freeze_detector = group, start, freeze_detector
         self._positioning, self._committing = asyncio.Lock(), asyncio.Lock()
         self._lag = LagMeter(shared.cluster)
+        self._dealt: dict[str, int] = {}
         self._checked_at = asyncio.get_running_loop().time()
 
     async def poll(self, *, max_records: int, max_wait: float) -> list[Batch]:
@@ -330,6 +331,8 @@ class KafkaConsumer:
 
     async def position_early(self) -> None:
         """Find positions at once, so that "latest" is the time of the assignment; when that fails or is slow, poll does it."""
+        known = {source.topic: self._client.partitions_for_topic(source.topic) for source in self._own.owned}
+        self._dealt = {topic: len(numbers) for topic, numbers in known.items() if numbers}
         try:
             async with asyncio.timeout(self._cluster.timing.session / 2):
                 await self._position()
@@ -343,7 +346,9 @@ class KafkaConsumer:
             sources, epoch = own.unpositioned, own.epoch
             if not sources:
                 return
-            found = await find_positions(self._cluster, self._begun, self._group, sources, self._start, self._prefix)
+            found = await find_positions(
+                self._cluster, self._begun, self._group, sources, self._start, self._prefix, dealt=self._dealt
+            )
             if epoch != own.epoch:
                 return
             fixed = {source: (found.position[source], found.metadata[source]) for source in found.fresh}

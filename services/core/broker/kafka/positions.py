@@ -171,9 +171,12 @@ async def find_positions(
     sources: Collection[TopicPartition],
     start: Start,
     prefix: str = "",
+    *,
+    dealt: Mapping[str, int] | None = None,
 ) -> StartPositions:
-    """Decide, changing nothing. prefix: of the fleet's names on the cluster, which all names here have. Raises UnknownTopic,
-    Unavailable."""
+    """Decide, changing nothing. prefix: of the fleet's names on the cluster, which all names here have. dealt: how many
+    partitions each topic had when the group dealt them out; one that was added since is nobody's yet, and new. Raises
+    UnknownTopic, Unavailable."""
     topics = sorted({source.topic for source in sources})
     states = await cluster.describe(topics)
     if missing := set(topics) - states.keys():
@@ -187,6 +190,7 @@ async def find_positions(
     expired = known.keys() - committed.keys()
     replaced = {source.topic for source in (committed.keys() - live) | (on_record.keys() - known)}
     counts = count_at_beginning(everything, live, known)
+    counts |= {topic: min(counts[topic], count) for topic, count in (dealt or {}).items() if topic in counts}
     found = StartPositions()
     wanted: dict[TopicPartition, Start] = {}
     for source in sources:
