@@ -228,6 +228,18 @@ PATCHES = (
         needs=frozenset({"keys", "rotate_keys"}),
     ),
     Patch(
+        "secrets-read-once",
+        "a signing secret that was rotated is used until a restart",
+        (
+            Change(
+                "services/expel/plan.py",
+                "            watches.append(watch_secret(name, webhook.secret, folder, plan.keys))\n",
+                "            pass\n",
+            ),
+        ),
+        needs=frozenset({"signed", "rotate_secret"}),
+    ),
+    Patch(
         "change-untold",
         "a resume that was read just before the broker failed is never acted upon",
         (
