@@ -9,6 +9,7 @@ import orjson
 
 import services.core.broker.producer as producer_module
 import services.core.broker.retry as retry_module
+from services.core.broker.contract import MAX_APPEND_BYTES
 from services.core.broker.record import Record, TopicPartition
 from services.core.dead_letter import PREFIX as DEAD_PREFIX
 from services.core.event import ID
@@ -127,8 +128,7 @@ class History:
     def run(self) -> Verdict:
         """Everything, to the verdict."""
         verdict = Verdict(self.seed)
-        for module in (retry_module, producer_module):
-            module.__dict__["MAX_APPEND_BYTES"] = self.choice.chunk_bytes
+        _limit_appends(self.choice.chunk_bytes)
         with follow(self.machine):
             try:
                 self.machine.run(self._live(verdict))
@@ -136,6 +136,7 @@ class History:
                 verdict.complaints.append(f"the fleet stands still: {error}")
             finally:
                 self.machine.finish(self.fleet.processes)
+                _limit_appends(MAX_APPEND_BYTES)  # the next history may be one of readers
         verdict.complaints += self.machine.failures[:5]
         verdict.digest = self._hash.hexdigest()[:16]
         return verdict
@@ -384,6 +385,11 @@ class History:
                 event_id = record.header(ID) or b"?"
                 pipe, name = record.header(DEAD_PREFIX + "pipe"), record.header(DEAD_PREFIX + "destination")
                 self.oracle.bury((pipe or b"").decode(), (name or b"").decode(), event_id.decode())
+
+
+def _limit_appends(size: int) -> None:
+    for module in (retry_module, producer_module):
+        module.__dict__["MAX_APPEND_BYTES"] = size
 
 
 def event_of(value: bytes | None) -> int:
