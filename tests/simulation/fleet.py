@@ -1,7 +1,8 @@
 """The services of a fleet as processes of the simulated machine: their real `start`, over a modelled broker and no socket.
 
 What is replaced stands in `replace_seams`: the way to the broker, to the pipe file, to receivers and to ports.
-The supervisor is a model: it starts what the real plan names, again whenever it dies, and stops it in order.
+The supervisor is a model: it starts what the real plan names, again whenever it dies, and stops it in order. Before a process starts
+again, somebody has saved the pipe file with a typo in it: only what the real plan points to the snapshot can start.
 """
 
 import asyncio
@@ -28,10 +29,12 @@ import services.observer.app as observer_app
 from services.core.broker.contract import Broker
 from services.core.lifecycle import supervise
 from services.core.pipes import PipeFile
+from services.core.snapshot import SNAPSHOT_VARIABLE
 from services.core.yaml_source import BadConfiguration, Problem
 from services.expel.settings import ExpelSettings
 from services.fleet.plan import START_ORDER, make_plan
 from services.fleet.problem import CommandFailed
+from services.fleet.process import ServiceSpec
 from services.fleet.settings import UpSettings
 from services.fleet.topics import PreparedTopics, prepare
 from services.global_retrier.settings import RetrierSettings
@@ -66,6 +69,8 @@ class Fleet:
         self._machine, self._rng, self._cluster, self._receiver = machine, rng, cluster, receiver
         self._counts, self._settings, self._rotation = counts, settings, rotation
         self.pipes: PipeFile | None = None
+        self.has_typo = False
+        """The pipe file that operators edit; the snapshot of it is as it was at `up`."""
         self.processes: list[Process] = []
         """All that ever ran."""
         self.restarts = 0
@@ -89,12 +94,11 @@ class Fleet:
     async def up(self, pipes: PipeFile) -> None:
         """Provision the topics and start everything that the plan names. Raises BadConfiguration: nothing was changed."""
         topics = (await self._prepare(pipes)).topics
-        self.pipes = pipes
+        self.pipes, self.has_typo = pipes, False
         self._is_stopping = False
         settings = UpSettings(**self._counts, observer="127.0.0.1:8081")
         plan = make_plan(settings, pipes, URL, None, _HERE.parent, has_retrier=topics.has_retrier)
-        names = [(spec.name, spec.service) for spec in plan.services if self._runs(spec.service)]
-        self._keepers = [asyncio.create_task(self._keep(name, service)) for name, service in names]
+        self._keepers = [asyncio.create_task(self._keep(spec)) for spec in plan.services if self._runs(spec.service)]
 
     async def _prepare(self, pipes: PipeFile) -> PreparedTopics:
         operator = Process(self._machine, "operator")
@@ -108,12 +112,13 @@ class Fleet:
     def _runs(self, service: str) -> bool:
         return service in _STARTS and (service != "observer" or self._settings["observed"])
 
-    async def _keep(self, name: str, service: str) -> None:
-        failures = 0
+    async def _keep(self, spec: ServiceSpec) -> None:
+        name, failures = spec.name, 0
         while not self._is_stopping:
-            process = self._start(name, service)
+            process = self._start(spec)
             begun = self._machine.time()
             await process.ended.wait()
+            self.has_typo = True
             self._machine.trace(f"{name} ended: {process.status}")
             if process.status == _BAD_CONFIGURATION and not self._rotation.was_broken:
                 self._machine.failures.append(f"{name}: bad configuration")
@@ -123,19 +128,21 @@ class Fleet:
             self.restarts += 1
             await asyncio.sleep(wait)
 
-    def _start(self, name: str, service: str) -> Process:
-        process = Process(self._machine, name)
+    def _start(self, spec: ServiceSpec) -> Process:
+        process = Process(self._machine, spec.name)
         process.found |= {
             "cluster": self._cluster,
             "pipes": self.pipes,
+            "fleet": self,
+            "environ": spec.environ,
             "receiver": self._receiver,
             "machine": self._machine,
             "rotation": self._rotation,
         }
-        process.skew = self.skews.get(name, 0.0)
+        process.skew = self.skews.get(spec.name, 0.0)
         self._cluster.attach(process)
         self.processes.append(process)
-        process.start(self._run(service))
+        process.start(self._run(spec.service))
         return process
 
     async def _run(self, service: str) -> int:
@@ -188,7 +195,10 @@ def _open_broker(_url: str) -> AbstractAsyncContextManager[Broker]:
 def _pipes(_path: Path) -> PipeFile:
     process = current_process()
     assert process is not None
-    pipes: PipeFile = process.found["pipes"]
+    pipes, fleet = process.found["pipes"], process.found["fleet"]
+    if fleet.has_typo and SNAPSHOT_VARIABLE not in process.found["environ"]:
+        raise BadConfiguration([Problem("pipes.yaml", "", "is not YAML: mapping values are not allowed here")])
+    assert isinstance(pipes, PipeFile)
     return pipes
 
 

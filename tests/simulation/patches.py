@@ -240,6 +240,18 @@ PATCHES = (
         needs=frozenset({"signed", "rotate_secret"}),
     ),
     Patch(
+        "typo-read",
+        "a process that starts again reads a pipe file with a typo, and ends the whole fleet",
+        (
+            Change(
+                "services/fleet/plan.py",
+                "environ={**spec.environ, SNAPSHOT_VARIABLE: str(snapshot)}",
+                "environ={**spec.environ}",
+            ),
+        ),
+        needs=frozenset({"kill"}),
+    ),
+    Patch(
         "change-untold",
         "a resume that was read just before the broker failed is never acted upon",
         (
