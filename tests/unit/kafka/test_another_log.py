@@ -77,6 +77,25 @@ async def test_a_log_that_was_cut_off_in_service_is_read_from_the_cut() -> None:
     )
 
 
+async def test_a_log_that_is_cut_off_while_records_are_examined_is_read_from_the_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If it fails, records of the old log count as read under the new leader, and what it stored in their place is skipped."""
+    reader = Reader()
+    await reader.join()
+    describe = reader.group.describe
+
+    async def cut_off(*asked: Any) -> Any:
+        reader.client.epoch, reader.group.cut = EPOCH + 1, 1  # aiokafka fetches on, from the new leader
+        return await describe(*asked)
+
+    monkeypatch.setattr(reader.group, "describe", cut_off)
+    reader.consumer._checked_at = float("-inf")
+    assert await reader.read() == [3, 4, 5]
+    assert await reader.read() == [1, 2, 3]
+    assert reader.revoked == [{_SOURCE}]
+
+
 @pytest.mark.parametrize("by", ["epoch", "time"])
 async def test_a_topic_made_anew_in_service_is_read_from_its_oldest_record(by: str) -> None:
     """If it fails, the first events of the new topic are skipped, or the old one's marks are committed onto it."""

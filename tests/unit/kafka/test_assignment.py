@@ -166,7 +166,9 @@ async def test_offsets_belong_to_their_records(offsets: list[int]) -> None:
     await member.own.on_partitions_assigned([_ONE])
     member.own.begin_at(_at({_ONE: 0}))
     consumer = KafkaConsumer(_SHARED, _READER, member.own, "g", "earliest", FreezeDetector(5.0))
-    (batch,) = consumer._make_batches({KafkaPartition("t", 1): [_row(offset) for offset in offsets]})
+    (batch,) = consumer._make_batches(
+        {KafkaPartition("t", 1): [_row(offset) for offset in offsets]}, {KafkaPartition("t", 1): []}
+    )
     assert list(batch.offsets) == offsets
     assert [record.value for record in batch.records] == [b"%d" % offset for offset in offsets]
     assert member.own.next_read == {_ONE: offsets[-1] + 1}
@@ -177,7 +179,7 @@ async def test_what_came_before_placing_is_not_returned() -> None:
     member = Member()
     await member.own.on_partitions_assigned([_ONE])
     consumer = KafkaConsumer(_SHARED, _READER, member.own, "g", "earliest", FreezeDetector(5.0))
-    assert consumer._make_batches({KafkaPartition("t", 1): [_row(3)], KafkaPartition("t", 2): [_row(4)]}) == []
+    assert consumer._make_batches({KafkaPartition("t", 1): [_row(3)], KafkaPartition("t", 2): [_row(4)]}, {}) == []
 
 
 class Client:

@@ -77,6 +77,8 @@ class FreezeDetector:
 
 
 _Fetched = Mapping[KafkaPartition, list[Any]]
+_Epochs = Mapping[KafkaPartition, list[tuple[int, int]]]
+"""Of fetched records, each with its first offset."""
 
 _GRACE = 0.05
 """Seconds beyond getmany's own time-out, which does not count while a rebalance runs."""
@@ -157,8 +159,9 @@ class KafkaConsumer:
             batches = self._skip_damage()
             if not batches:
                 fetched = await self._fetch(max_records, max(0.0, deadline - clock()))
-                if await self._may_return(fetched, epoch):
-                    batches = self._make_batches(fetched)
+                epochs = self._epochs_of(fetched)
+                if await self._may_return(fetched, epochs, epoch):
+                    batches = self._make_batches(fetched, epochs)
             if batches:
                 return batches
             if clock() >= deadline:
@@ -184,11 +187,19 @@ class KafkaConsumer:
             await asyncio.sleep(_GRACE)
         return certain
 
-    async def _may_return(self, fetched: _Fetched, epoch: int) -> bool:
+    def _epochs_of(self, fetched: _Fetched) -> _Epochs:
+        """The epochs that wrote these records. To be asked before the next await: aiokafka fetches on meanwhile, and what it gets
+        from a log that was cut off may take the place of what is known of these offsets."""
+        return {
+            source: epochs_between(self._client, source, rows[0].offset, rows[-1].offset)
+            for source, rows in fetched.items()
+        }
+
+    async def _may_return(self, fetched: _Fetched, epochs: _Epochs, epoch: int) -> bool:
         """Whether the fetched records may be returned: this member owns them, in the same log. Else they are read again."""
         if fetched and self._freeze_detector.has_frozen() and not await self._confirm_membership(epoch):
             return False
-        suspects = self._find_suspects(fetched)
+        suspects = self._find_suspects(epochs)
         now = asyncio.get_running_loop().time()
         if not suspects and now - self._checked_at < self._cluster.timing.metadata:
             return True
@@ -208,13 +219,12 @@ class KafkaConsumer:
                 self._seek_back()
         return certain
 
-    def _find_suspects(self, fetched: _Fetched) -> dict[TopicPartition, tuple[int, int]]:
+    def _find_suspects(self, epochs: _Epochs) -> dict[TopicPartition, tuple[int, int]]:
         """Partitions whose fetched records have another leader epoch than those before: (next offset, the epoch before)."""
         suspects = {}
-        for kafka_source, rows in fetched.items():
+        for kafka_source, now in epochs.items():
             source = TopicPartition(*kafka_source)
             before = self._own.last_read(source)
-            now = epochs_between(self._client, kafka_source, rows[0].offset, rows[0].offset)
             if before is not None and now and now[0][1] != before[1]:
                 suspects[source] = before
         return suspects
@@ -317,15 +327,14 @@ class KafkaConsumer:
                 self._own.failed[source] = fault
                 self._client.pause(KafkaPartition(*source))
 
-    def _make_batches(self, fetched: _Fetched) -> list[Batch]:
+    def _make_batches(self, fetched: _Fetched, epochs: _Epochs) -> list[Batch]:
         own = self._own
         batches = []
         for (topic, partition), rows in fetched.items():
             source = TopicPartition(topic, partition)
             if source not in own.owned or source in own.unpositioned:
                 continue  # fetched before its position was found; finding it seeks back
-            epochs = epochs_between(self._client, KafkaPartition(*source), rows[0].offset, rows[-1].offset)
-            own.record_read(source, rows[-1].offset, epochs)
+            own.record_read(source, rows[-1].offset, epochs[KafkaPartition(*source)])
             batches.append(make_batch(source, rows))
         return batches
 
