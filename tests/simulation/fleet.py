@@ -1,8 +1,8 @@
 """The services of a fleet as processes of the simulated machine: their real `start`, over a modelled broker and no socket.
 
 What is replaced stands in `replace_seams`: the way to the broker, to the pipe file, to receivers and to ports.
-The supervisor is a model: it starts what the real plan names, again whenever it dies, and stops it in order. Before a process starts
-again, somebody has saved the pipe file with a typo in it: only what the real plan points to the snapshot can start.
+The supervisor is a model: it starts what the real plan names, again whenever it dies, and stops it in order. Before a process
+starts again, somebody has saved the pipe file with a typo in it: only what the real plan points to the snapshot can start.
 """
 
 import asyncio
