@@ -21,7 +21,8 @@ Every key of `pipes.yaml`. `penstock init` writes a file to begin with, `penstoc
 `penstock schema > pipes.schema.json` writes the JSON Schema, with which editors complete and check the file.
 
 - Durations and sizes carry their unit: `500ms`, `10s`, `5m`, `75h`, `7d`; `512B`, `64KB`, `1MB`, `2GiB`.
-- A name has at most 63 lower-case letters, digits, `-` and `_`. It begins with a letter or a digit.
+- A name has at most 63 lower-case letters, digits, `-` and `_`. It begins with a letter or a digit. In SQL, a name with `-` needs
+  back-quotes: ``FROM `web-shop` ``.
 - Paths are relative to the folder of the pipe file. Secrets are never in this file, only their places.
 
 ```yaml

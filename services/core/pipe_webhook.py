@@ -231,7 +231,8 @@ class Webhook(StrictModel):
         SCHEDULE,
         max_length=32,
         description="The waits before each further round of attempts, after the local retries. Each varies by up to 20 %, and is "
-        "never shorter than the receiver requests. After the last round: dead letters. Empty: dead letters at once.",
+        "never shorter than the receiver requests. After the last round: dead letters. Empty: dead letters at once. "
+        "With `order: key`, events wait in their stream, and only the sum of the waits counts.",
         examples=[["10s", "5m", "1h"]],
     )
     concurrency: int = Field(8, ge=1, le=256, description="The most requests in flight.", examples=[2])

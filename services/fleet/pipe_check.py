@@ -1,6 +1,7 @@
 """Checks a pipe file, and the files that it names, before anything starts."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from services.core.yaml_source import BadConfiguration, Document, Problem
 from services.fleet.problem import CommandFailed
 
 _READINGS = 5
+_NO_CODE = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|`[^`]*`|--[^\n]*|/\*.*?\*/", re.DOTALL)
+_HYPHENATED = re.compile(r"\b(?:FROM|JOIN)\s+(\w+(?:-\w*)+)", re.IGNORECASE)
 
 
 def check_pipe_file(path: Path, *, listen: str = "", allow_networks: str = "", secrets: bool = True) -> PipeFile:
@@ -30,6 +33,7 @@ def check_pipe_file(path: Path, *, listen: str = "", allow_networks: str = "", s
     problems += check_destinations(document, pipes, policy, os.environ if secrets else None)
     problems += _missing_files(document, pipes)
     problems += _bad_columns(document, pipes)
+    problems += _unquoted_names(document, pipes)
     problems += _unusable_passwords(document, pipes) if secrets else []
     if problems:
         raise BadConfiguration(problems)
@@ -69,6 +73,18 @@ def _bad_columns(document: Document, pipes: PipeFile) -> list[Problem]:
         for place, columns in found.items()
         for text in find_column_mistakes(columns, timed=place in {("streams", name) for name in timed})
     ]
+
+
+def _unquoted_names(document: Document, pipes: PipeFile) -> list[Problem]:
+    """Names of views with a hyphen that SQL takes for a subtraction. Names inside quotes and comments do not count."""
+    found = []
+    for name, pipe in pipes.pipes.items():
+        sql = _NO_CODE.sub(" ", (pipe.transform.sql if pipe.transform is not None else None) or "")
+        views = {*pipe.sources, *pipes.tables}
+        for view in sorted({each for each in _HYPHENATED.findall(sql) if each in views}):
+            text = f"{view} is written without back-quotes. Try: FROM `{view}`"
+            found.append(document.problem(("pipes", name, "transform", "sql"), text))
+    return found
 
 
 def _missing_files(document: Document, pipes: PipeFile) -> list[Problem]:

@@ -54,7 +54,7 @@ pipes:
           # order: key                      # events of one key in order; default: none
           # batch: {max_events: 100, max_bytes: 1MB, max_wait: 50ms}
           # rate: 500                       # events a second at most
-          # The waits before further rounds of attempts while the receiver fails. The default has no round after one minute.
+          # While the receiver fails: the waits before further rounds of attempts. Without this key: 5s, 5m, 30m, …
           schedule: [5s, 1m, 5m, 30m, 2h, 5h, 10h, 14h, 20h, 1d]
 """
 

@@ -183,6 +183,22 @@ def test_init_check_and_schema(shell: Shell) -> None:
     assert json.loads(shell.out)["title"] == "Penstock pipe file"
 
 
+def test_check_finds_names_that_sql_takes_for_a_subtraction(shell: Shell, tmp_path: Path) -> None:
+    """Broken: a stream named web-shop passes the check, and its transform fails when Spark starts."""
+
+    def check(sql: str) -> int:
+        pipe = {"sources": ["web-shop"], "transform": {"sql": sql}, "destinations": [{"name": "x", "stream": "out"}]}
+        file = {"streams": {"web-shop": {}, "out": {}}, "pipes": {"p": pipe}}
+        (tmp_path / "pipes.yaml").write_text(json.dumps(file))
+        return shell.run("check")
+
+    for sql in ("SELECT event FROM web-shop WHERE n > 1", "SELECT a.event FROM a join\n web-shop"):
+        assert check(sql) == 2, sql
+        assert "pipes.p.transform.sql: web-shop is written without back-quotes. Try: FROM `web-shop`" in shell.err
+    for sql in ("SELECT event FROM `web-shop`", "SELECT event, 'FROM web-shop' AS t FROM `web-shop` -- FROM web-shop"):
+        assert check(sql) == 0, (sql, shell.err)
+
+
 def test_check_warns_of_a_secret_among_the_headers(shell: Shell, tmp_path: Path) -> None:
     """Broken: a token in the pipe file is noticed by nobody, is printed, or ends a fleet at its upgrade."""
     (tmp_path / "pipes.yaml").write_text(
