@@ -21,6 +21,9 @@ READY_EVERY_S = 5.0
 UNREADY_EVERY_S = 0.5
 FLUSH_EVERY_S = 0.5
 TIMEOUT_S = 3.0
+FIRST_S = 30.0
+"""Limit of a stream's first check, which makes many requests, on Kinesis some for each shard. With less, a slow service would
+never get through: each attempt begins anew."""
 FAILURE_S = 10.0
 """How long a failed request makes this process unready. Then clients may try again."""
 
@@ -60,7 +63,7 @@ class Probe:
 
     async def _check(self, intake: Intake) -> str | None:
         try:
-            async with asyncio.timeout(2 * TIMEOUT_S):
+            async with asyncio.timeout(2 * TIMEOUT_S if intake.partitions else FIRST_S):
                 if not intake.partitions:
                     await self._prepare(intake)
                 intake.partitions = await self._producer.partition_count(intake.name)
