@@ -512,7 +512,7 @@ def test_the_histories_have_every_code() -> None:
 @pytest.mark.parametrize(
     ("machine", "times"),
     [
-        (ProduceFreeingNumbers, "stored 0 times"),
+        (ProduceFreeingNumbers, "stored [02] times"),  # by what comes first: another batch with the number, or a repeat
         (ProduceChangingNumbers, "stored 2 times"),
         (ProduceChangingOldEpochs, "stored 2 times"),
         (ProduceRepeatingDuplicates, "stored 2 times"),
