@@ -21,7 +21,7 @@ from services.observer.ledger.liveness import Heartbeat
 from services.observer.ledger.origin_sets import OriginSets
 from services.observer.ledger.origins import Origins, PackedRun, SequenceKey, clip, span
 from services.observer.ledger.reported_origins import ReportedOrigins
-from services.observer.ledger.settlement import Row
+from services.observer.ledger.settlement import Row, StepRow
 from services.observer.ledger.table import Table
 from services.observer.payload_fields import DriftKey
 from services.observer.planned import PlannedWindows, Window
@@ -308,7 +308,7 @@ class Loader:
     """Fills an empty table from parts, which may be added in any order. State of former names goes to the present ones."""
 
     def __init__(self, table: Table) -> None:
-        self._table, self._step_of = table, table.flow.current
+        self._table, self._step_of, self._pipe_of = table, table.flow.current, table.flow.current_pipe
         self._blocks: list[tuple[SetKey, SequenceKey, bool, BitMap]] = []
         self._same: list[tuple[SetKey, SequenceKey, list[int]]] = []
         self._finality: list[Part] = []
@@ -343,8 +343,7 @@ class Loader:
         sets.floors |= {SequenceKey(name, partition): floor for name, partition, floor in part.floors}
         sets.first_named |= {name: first for name, first, _ in part.named}
         sets.last_named |= {name: last for name, _, last in part.named}
-        table.base |= {(row.pipe, row.minute): row for row in part.base}
-        table.found |= {(pipe, minute): at for pipe, minute, at in part.found}
+        self._load_rows(part)
         for n, p, d, found in part.heartbeats:
             self._heartbeats.setdefault(step_of(n, p, d), {}).update(found)
         for stream, incarnation, partition, offset in part.reported_offsets:
@@ -358,7 +357,9 @@ class Loader:
         self._held |= {step_of(n, p, d): at for n, p, d, at in part.held}
         self._windows += part.windows
         self._untold += [Alarm(name, msgspec.json.decode(body, type=dict[str, object])) for name, body in part.untold]
-        self._drifting |= {(pipe, Step(n, p, d), field, what): at for pipe, n, p, d, field, what, at in part.drifting}
+        self._drifting |= {
+            (self._pipe_of(pipe), step_of(n, p, d), field, what): at for pipe, n, p, d, field, what, at in part.drifting
+        }
         if part.final or part.open or part.final_missing or part.given_up or part.awaited or part.fed_ms:
             self._finality.append(part)
 
@@ -396,6 +397,24 @@ class Loader:
             self._position.newer_ms,
         )
 
+    def _load_rows(self, part: Part) -> None:
+        base, found = self._table.base, self._table.found
+        for row in map(self._rename, part.base):
+            place = row.pipe, row.minute  # some events of a minute may have been counted under each name
+            base[place] = row + base[place] if place in base else row
+        for pipe, minute, at in part.found:
+            place = self._pipe_of(pipe), minute
+            found[place] = max(at, found.get(place, at))
+
+    def _rename(self, row: Row) -> Row:
+        """With the present names; steps that have the same one now are one."""
+        steps: dict[Step, StepRow] = {}
+        for one in row.steps:
+            step = self._step_of(one.node, row.pipe, one.destination)
+            renamed = msgspec.structs.replace(one, destination=step.destination)
+            steps[step] = steps[step] + renamed if step in steps else renamed
+        return msgspec.structs.replace(row, pipe=self._pipe_of(row.pipe), steps=tuple(steps.values()))
+
     def _add(self, key: SetKey, run: SequenceKey, numbers: BitMap) -> None:
         kind, node, pipe, destination, outcome, due = key
         sets, step = self._table.origin_sets, self._step_of(node, pipe, destination)
@@ -424,26 +443,25 @@ def restore(parts: Iterable[bytes], table: Table) -> FollowerState:
 
 def _load_finality(table: Table, parts: Sequence[Part]) -> None:
     """To be called last: it reads the rows."""
-    finality = table.finality
+    finality, pipe_of = table.finality, table.flow.current_pipe
 
-    def part_of(pipe: str, part: str | None) -> tuple[str, str | None]:
-        return table.flow.current("expel", pipe, part)[1:]
+    def part_of(pipe: str, part: str | None) -> str | None:
+        return table.flow.current("expel", pipe, part).destination
 
     for found in parts:
         for pipe, minute, names in found.open:
-            for name, part in (part_of(pipe, each) for each in names):
-                if part is not None:
-                    finality.open.setdefault((name, minute), set()).add(part)
-        finality.open |= {(pipe, minute): set() for pipe, minute, _ in found.final}
-        finality.awaited |= {(pipe, minute): missing for pipe, minute, missing in found.awaited}
-        finality.fed_ms |= {(pipe, minute): at_ms for pipe, minute, at_ms in found.fed_ms}
+            parts_here = {part for each in names if (part := part_of(pipe, each)) is not None}
+            finality.open.setdefault((pipe_of(pipe), minute), set()).update(parts_here)
+        for pipe, minute, _ in found.final:
+            finality.open.setdefault((pipe_of(pipe), minute), set())
+        finality.awaited |= {(pipe_of(pipe), minute): missing for pipe, minute, missing in found.awaited}
+        finality.fed_ms |= {(pipe_of(pipe), minute): at_ms for pipe, minute, at_ms in found.fed_ms}
         for pipe, minute, each in found.given_up:
-            name, part = part_of(pipe, each)
-            finality.given_up.setdefault((name, minute), set()).add(part)
+            finality.given_up.setdefault((pipe_of(pipe), minute), set()).add(part_of(pipe, each))
         for pipe, minute, each, missing in found.final_missing:
-            name, part = part_of(pipe, each)
-            finality.record_missing((name, minute), {part: missing})
-    _find_missing_parts(table, [final for found in parts for final in found.final])
+            finality.record_missing((pipe_of(pipe), minute), {part_of(pipe, each): missing})
+    finals = [(pipe_of(pipe), minute, missing) for found in parts for pipe, minute, missing in found.final]
+    _find_missing_parts(table, finals)
 
 
 def _find_missing_parts(table: Table, finals: Iterable[tuple[str, int, int]]) -> None:

@@ -52,7 +52,15 @@ class Flow(msgspec.Struct, frozen=True):
 
     def current(self, node: Node, pipe: str, destination: str | None) -> Step:
         """The step under its present name: what was reported under a former name counts for it."""
-        return Step(node, *self.renames.get((pipe, destination), (pipe, destination)))
+        if destination is None:  # the pipe of an ingest is a stream, and a pipe with a transform keeps its name
+            return Step(node, pipe)
+        return Step(node, *self.renames.get((pipe, destination), (self.current_pipe(pipe), destination)))
+
+    def current_pipe(self, pipe: str) -> str:
+        """The pipe's present name, also where it no longer has the destination of which it is the former name."""
+        if pipe in self.pipes:
+            return pipe
+        return next((new for (old, _), (new, _) in self.renames.items() if old == pipe), pipe)
 
     def steps(self, pipe: str) -> list[Step]:
         """In the order in which events pass them; without the retrier's."""

@@ -14,7 +14,7 @@ from services.observer import health
 from services.observer.alarms import Alarm, AlarmWebhook, find_alarms
 from services.observer.follower import Follower
 from services.observer.ledger.finality import GIVEN_UP
-from services.observer.ledger.flow import Flow, PipeFlow
+from services.observer.ledger.flow import Flow, PipeFlow, Step
 from services.observer.ledger.table import Ages, Table
 from services.observer.ledger_api import row_json
 from services.observer.planned import PlannedWindows
@@ -336,6 +336,46 @@ def test_a_new_name_is_charged_with_what_its_former_name_left() -> None:
         table.row("late", MINUTE, FINAL_MS).missing_by_part()["lossy"],
         100,
     )
+
+
+def test_a_renamed_pipe_keeps_what_is_final() -> None:
+    """Broken: a pipe gets a new name, and whoever is on call gets the alarms of the last day again, or of an hour ago none:
+    its minutes have no rows any more."""
+    store = PipeFlow(("flights",), transforms=False, destinations={"down": None, "lossy": None, "gone": None})
+    shop = msgspec.structs.replace(store, destinations=dict.fromkeys(("up", "lossy")))
+    table = Table(Flow({"store": store}))
+    for minute in (MINUTE, MINUTE + 1):
+        numbers = range(100 * (minute - MINUTE), 100 * (minute - MINUTE) + 100)
+        at_ms = START_MS + (minute - MINUTE) * MINUTE_MS
+        hear(table, accept(numbers, minute=minute, at_ms=at_ms))
+        hear(table, tell("expel", "store", "delivered", numbers[:90], destination="lossy", at_ms=at_ms))
+        hear(table, tell("expel", "store", "delivered", numbers, destination="down", at_ms=at_ms))
+        hear(table, tell("expel", "store", "delivered", numbers[:50], destination="gone", at_ms=at_ms))
+    now = END_MS + Ages().fold  # the first minute is counts, the second has its sets
+    hear(table, beat("ingest", "flights", at_ms=now))
+    for name, behind_ms in (("down", 0), ("lossy", 0), ("gone", DAY_MS)):
+        hear(table, beat("expel", "store", name, at_ms=now, behind_ms=behind_ms))
+    assert {one.part for one in table.tick(now).verdicts} == {None, "down", "lossy"}
+    hear(table, beat("expel", "store", "gone", at_ms=now + 1000))
+    table.tick(now + 1000)
+    assert [minute for _, minute in table.base] == [MINUTE]
+    renames: dict[tuple[str, str | None], tuple[str, str]] = {
+        ("store", "up"): ("shop", "up"),
+        ("store", "down"): ("shop", "up"),
+        ("shop", "down"): ("shop", "up"),
+        ("store", "lossy"): ("shop", "lossy"),
+    }
+    drifts = {("store", Step("expel", "store", "down"), "price", "null"): now}
+    other = Table(Flow({"shop": shop}, renames))
+    state = restore(dump(table, FollowerState(PlannedWindows(), 0, drifting=drifts)), other)
+    assert state.drifting == {("shop", Step("expel", "shop", "up"), "price", "null"): now}
+    assert other.tick(now + 2000).verdicts == []
+    assert {row.minute: row.lost for row in other.found_lately("shop", now + 2000)} == {MINUTE: 10, MINUTE + 1: 10}
+    for minute in (MINUTE, MINUTE + 1):
+        row, before = other.row("shop", minute, now + 2000), table.row("store", minute, now + 2000)
+        assert (row.accepted, row.why_open) == (100, None)
+        assert row.missing_by_part()["lossy"] == before.missing_by_part()["lossy"] == 10
+        assert [(step.expected, step.missing) for step in row.steps if step.destination == "up"] == [(100, 0)]
 
 
 def test_reports_under_a_former_name_count() -> None:
