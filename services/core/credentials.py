@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import structlog
 
 from services.core import metrics
-from services.core.certificate import untils_of_pem
+from services.core.expiry import term_of_token, untils_of_pem
 from services.core.file_watch import MAX_PRIVATE_BYTES, FileWatch, UnusableFile, read_regular
 from services.core.pipe_webhook import Secret, Tls, Webhook
 from services.core.yaml_source import KeyPath
@@ -212,13 +212,17 @@ def watch_credentials(
 ) -> list[FileWatch[Any]]:
     """Keep `credentials` equal to their files; a value in an environment variable cannot change. `load` raises BadCredential.
 
-    name: `pipe/destination`.
+    name: `pipe/destination`. The metrics show when tokens and certificates end.
     """
     watches: list[FileWatch[Any]] = []
     place = find_secret(webhook)
-    if place is not None and place[1].file is not None and credentials.value is not None:
+    if place is not None and credentials.value is not None:
         key, secret, token = place
-        watches.append(_watch(name, key, partial(_read_value, secret, folder, token), credentials.value, clock))
+        if secret.file is None:
+            _show_term(credentials.value.current, (name, key))
+        else:
+            read = partial(_read_value, secret, folder, token, (name, key))
+            watches.append(_watch(name, key, read, credentials.value, clock))
     for key, tls in _find_tls(webhook):
         held = credentials.tls if key == ("tls",) else credentials.token_tls
         if held is not None:
@@ -226,10 +230,29 @@ def watch_credentials(
     return watches
 
 
-def _read_value(secret: Secret, folder: Path, token: bool, known: bytes) -> tuple[bytes, str] | None:
+def _read_value(
+    secret: Secret, folder: Path, token: bool, whose: tuple[str, KeyPath], known: bytes
+) -> tuple[bytes, str] | None:
     value = read_value(secret, folder, {}, token=token)
     digest = hashlib.sha256(value.encode()).digest()
-    return None if digest == known else (digest, value)
+    if digest == known:
+        return None
+    _show_term(value, whose)
+    return digest, value
+
+
+def _show_term(value: str, whose: tuple[str, KeyPath]) -> None:
+    """A token without a date of issue counts from now."""
+    name, key = whose
+    labels = name, ".".join(map(str, key))
+    term = term_of_token(value)
+    if term is None:
+        metrics.TOKEN_EXPIRY.remove(*labels)
+        metrics.TOKEN_ISSUED.remove(*labels)
+        return
+    issued, until = term
+    metrics.TOKEN_EXPIRY.labels(*labels).set(until)
+    metrics.TOKEN_ISSUED.labels(*labels).set(time.time() if issued is None else issued)
 
 
 def _read_tls(tls: Tls, folder: Path, whose: tuple[str, KeyPath], known: bytes) -> tuple[bytes, ssl.SSLContext] | None:

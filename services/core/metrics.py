@@ -67,6 +67,18 @@ CERTIFICATE_EXPIRY = Gauge(
     ["name", "key"],
 )
 
+TOKEN_EXPIRY = Gauge(
+    "penstock_token_expiry_timestamp_seconds",
+    "When a token ends with which expel authenticates itself: `exp` of a JWT. Other tokens have no date. By pipe/destination "
+    "and key of the pipe file.",
+    ["name", "key"],
+)
+TOKEN_ISSUED = Gauge(
+    "penstock_token_issued_timestamp_seconds",
+    "When such a token was issued: `iat` of the JWT; without it, when expel read it first.",
+    ["name", "key"],
+)
+
 BROKER_RETRIES = Counter(
     "penstock_broker_append_retries", "Appends that were retried, by reason.", ["topic", "partition", "reason"]
 )

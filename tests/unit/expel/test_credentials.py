@@ -1,11 +1,14 @@
 """Bearer tokens, secret headers and TLS files of destinations: what is accepted, and what happens when files change."""
 
 import asyncio
+import json
 import re
 import shutil
 import ssl
 import subprocess
 import threading
+import time
+from base64 import urlsafe_b64encode
 from pathlib import Path
 
 import pytest
@@ -267,6 +270,44 @@ async def test_a_file_that_cannot_be_used_leaves_the_value(tmp_path: Path) -> No
             stopping.set()
     assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == ["file_unusable"] * 3
     assert not any(part in str(logs) for part in ("T2-secret", "two words"))
+
+
+def jwt(**claims: object) -> str:
+    parts = ({"alg": "none"}, claims)
+    return ".".join([*(urlsafe_b64encode(json.dumps(one).encode()).decode().rstrip("=") for one in parts), "c2ln"])
+
+
+def terms(name: str, key: str) -> list[float | None]:
+    labels = {"name": name, "key": key}
+    return [
+        REGISTRY.get_sample_value(f"penstock_token_{word}_timestamp_seconds", labels) for word in ("issued", "expiry")
+    ]
+
+
+async def test_the_end_of_a_token_is_shown(tmp_path: Path) -> None:
+    """Broken: a token expires at night, and no alert came before; or the alert of the token before it never ends."""
+    webhook = Webhook.model_validate({"url": "https://example.com", "auth": {"bearer": {"file": "token"}}})
+    (watch,) = watch_credentials("late/jwt", webhook, tmp_path, Credentials(Held("T1")))
+    shown = []
+    for text in (
+        jwt(iat=1_000, exp=5_000),
+        jwt(sub="ü", exp=2e9),
+        jwt(exp=True),
+        "opaque",
+        "a.b.c",
+        jwt(iat=9, exp=8.5),
+    ):
+        await asyncio.to_thread(write, tmp_path / "token", text)
+        await watch.load()
+        shown.append(terms("late/jwt", "auth.bearer"))
+    assert shown[0] == [1_000, 5_000]
+    assert [until for _, until in shown] == [5_000, 2e9, None, None, None, 8.5]
+    for issued in (shown[1][0], shown[5][0]):  # no date of issue that can be right: it was read now
+        assert issued == pytest.approx(time.time(), abs=60)
+    header = {"name": "Authorization", "value": {"env": "CRM"}}
+    webhook = Webhook.model_validate({"url": "https://example.com", "auth": {"header": header}})
+    assert watch_credentials("late/env", webhook, tmp_path, Credentials(Held(f"Bearer {jwt(iat=1, exp=2)}"))) == []
+    assert terms("late/env", "auth.header.value") == [1, 2]
 
 
 async def test_a_rotated_token_is_read_when_the_old_one_is_refused(

@@ -1,6 +1,16 @@
 """All checks, in causal order: a cause before its consequences. The first finding is the most probable cause."""
 
-from services.fleet.doctor.checks import broker, events, ledger, machine, processes, receivers, scaling, transforms
+from services.fleet.doctor.checks import (
+    broker,
+    events,
+    expiry,
+    ledger,
+    machine,
+    processes,
+    receivers,
+    scaling,
+    transforms,
+)
 from services.fleet.doctor.diagnosis import Check
 
 _PROCESSES = ("processes-dead", "processes-hung", "crash-loops", "processes-not-ready", "processes-restarted")
@@ -69,7 +79,17 @@ CHECKS = (
         "clock",
         "PenstockClockWrong",
         machine.find_wrong_clock,
-        frozenset(("certificate-expired", "loss", "retention", "retrier-stuck", "minutes-open", "autoscaler-away")),
+        frozenset(
+            (
+                "certificate-expired",
+                "token-expired",
+                "loss",
+                "retention",
+                "retrier-stuck",
+                "minutes-open",
+                "autoscaler-away",
+            )
+        ),
     ),
     Check("versions", "PenstockProcessRestarts", processes.find_versions, _OF_PROCESS),
     Check(
@@ -85,7 +105,8 @@ CHECKS = (
     Check("crash-loops", "PenstockCrashLoop", processes.find_crash_loops, _OF_PROCESS),
     Check("processes-dead", "PenstockComponentDown", processes.find_dead, _OF_PROCESS),
     Check("secrets", "PenstockSecretsStale", receivers.find_secrets, _OF_RECEIVER),
-    Check("certificate-expired", "PenstockCertificateExpired", receivers.find_expired, _OF_RECEIVER),
+    Check("certificate-expired", "PenstockCertificateExpired", expiry.find_expired, _OF_RECEIVER),
+    Check("token-expired", "PenstockTokenExpired", expiry.find_expired_tokens, _OF_RECEIVER),
     Check("receiver-gone", "PenstockPaused", receivers.find_gone, _OF_RECEIVER),
     Check("tokens-refused", "PenstockTokenRefused", receivers.find_refused_tokens, _OF_RECEIVER),
     Check("records-missing", "PenstockRecordsMissing", broker.find_missing_records, _OF_RECEIVER),
@@ -141,7 +162,8 @@ CHECKS = (
     Check("reports-gone", "PenstockReportsGone", ledger.find_gone_reports),
     Check("table-old", "PenstockTableOld", transforms.find_old_tables),
     Check("disk-nearly-full", "PenstockDiskFills", machine.find_little_room),
-    Check("certificate-expires", "PenstockCertificateExpires", receivers.find_expiring),
+    Check("certificate-expires", "PenstockCertificateExpires", expiry.find_expiring),
+    Check("token-expires", "PenstockTokenExpires", expiry.find_expiring_tokens),
     Check("autoscaler-away", "PenstockAutoscalerDown", scaling.find_away),
     Check("autoscaler-fails", "PenstockAutoscalerFails", scaling.find_failures),
     Check("streams-at-limit", "PenstockStreamAtLimit", scaling.find_full_streams),

@@ -1,4 +1,4 @@
-"""Checks of the destinations: secrets and certificates, receivers that refuse or do not answer, pauses."""
+"""Checks of the destinations: files of secrets, receivers that refuse or do not answer, pauses."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -7,10 +7,10 @@ from services.core.pauses import GONE, Pause
 from services.core.times import format_time
 from services.core.topic_names import lane_name
 from services.core.units import format_count
+from services.fleet.doctor.checks.expiry import find_expired, find_expired_tokens, format_span
 from services.fleet.doctor.diagnosis import Finding, about
-from services.fleet.doctor.facts import Certificate, Endpoint, Facts, LogLine
+from services.fleet.doctor.facts import Endpoint, Facts, LogLine
 
-SOON_DAYS = 21.0
 STALE_S = 30.0
 """Services read files of secrets every second. Content that is older than this could not be loaded."""
 FORGOTTEN_S = 2 * 86400.0
@@ -50,50 +50,6 @@ def find_secrets(facts: Facts) -> Iterator[Finding]:
                 )
 
 
-def find_expired(facts: Facts) -> Iterator[Finding]:
-    """Certificates that have ended: the receivers', and our own."""
-    for one in _certificates(facts):
-        if one.until <= facts.now:
-            yield _expiry(one, f"{_capital(one.whose)} expired {_span(facts.now - one.until)} ago.")
-
-
-def find_expiring(facts: Facts) -> Iterator[Finding]:
-    """Certificates that end within SOON_DAYS."""
-    for one in _certificates(facts):
-        if facts.now < one.until <= facts.now + SOON_DAYS * 86400:
-            yield _expiry(one, f"{_capital(one.whose)} expires in {_span(one.until - facts.now)}.")
-
-
-def _certificates(facts: Facts) -> list[Certificate]:
-    found = [*facts.certificates, *(one.certificate for one in facts.endpoints if one.certificate is not None)]
-    if facts.data is not None:
-        return found
-    shown = facts.series("penstock_certificate_expiry_timestamp_seconds")  # of files on the machines of expel
-    return found + [
-        Certificate(f"the certificate of {labels['name']} ({labels['key']})", until, (labels["name"],))
-        for labels, until in {frozenset(labels.items()): (labels, until) for _, labels, until, _ in shown}.values()
-    ]
-
-
-def _expiry(one: Certificate, what: str) -> Finding:
-    evidence = [f"valid until {format_time(int(one.until * 1000))}", f"used by {', '.join(one.lanes)}"]
-    if one.path is not None:
-        first = f"openssl x509 -in {one.path} -noout -dates   # then put a new one there; no restart is needed"
-    else:
-        first = f"ask the owner of the receiver to renew it ({', '.join(one.lanes)})"
-    return Finding(what, evidence, first, about(*one.lanes))
-
-
-def _span(seconds: float) -> str:
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{seconds / 86400:.0f} days" if seconds >= 2 * 86400 else f"{seconds / 3600:.0f} hours"
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
 def find_refused_tokens(facts: Facts) -> Iterator[Finding]:
     """Destinations whose token server gives no token. It is asked ever more seldom, so most looks see no request: then the last
     word of the log counts, or that no token was ever given to this process."""
@@ -130,7 +86,9 @@ def find_every(facts: Facts) -> Iterator[Finding]:
     endpoints = {lane: one for one in facts.endpoints for lane in one.lanes}
     lanes = sorted(found.keys() - facts.broker.pauses.keys())
     explained = {part for fault in facts.files for part in fault.about}
-    explained |= {lane for one in _certificates(facts) if one.until <= facts.now for lane in one.lanes}
+    explained |= {
+        part for find in (find_expired, find_expired_tokens) for finding in find(facts) for part in finding.about
+    }
     explained |= {part for finding in find_refused_tokens(facts) for part in finding.about}
     if len(lanes) < 2 or explained & set(lanes):
         return
@@ -317,7 +275,7 @@ def find_paused(facts: Facts) -> Iterator[Finding]:
         pipe, _, destination = name.partition("/")
         parts = about(name) if destination else about(f"pipe {pipe}", "transform")
         yield Finding(
-            f"{name} has been paused for {_span(facts.now - pause.at / 1000)}, by {pause.by}.",
+            f"{name} has been paused for {format_span(facts.now - pause.at / 1000)}, by {pause.by}.",
             [_since(pause)],
             f"penstock destination resume {destination} --pipe {pipe}" if destination else f"penstock resume {pipe}",
             parts,

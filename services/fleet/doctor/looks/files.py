@@ -7,8 +7,8 @@ from pathlib import Path
 from services.core.bearer import read_tokens
 from services.core.broker.errors import BrokerError
 from services.core.broker.log.blocking import first_stored
-from services.core.certificate import untils_of_pem
 from services.core.credentials import BadCredential, find_secret, read_tls, read_value
+from services.core.expiry import untils_of_pem
 from services.core.keys import load_keys
 from services.core.pipe_webhook import Tls, Webhook
 from services.core.pipes import PipeFile

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 from yarl import URL
 
-from services.core.certificate import until_of
+from services.core.expiry import until_of
 from services.core.group_report import GroupReport
 from services.fleet.doctor.facts import Certificate, Endpoint, Facts
 from services.fleet.doctor.looks.bounds import bounded, describe

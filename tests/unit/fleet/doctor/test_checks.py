@@ -324,6 +324,35 @@ def test_an_expired_certificate() -> None:
     assert first_of(broken(end_soon)) == "certificate-expires"
 
 
+@pytest.mark.parametrize(
+    ("life", "left", "first"),
+    [
+        (365 * DAY_S, 20 * DAY_S, "token-expires"),
+        (365 * DAY_S, 22 * DAY_S, ""),
+        (DAY_S, 8000.0, "token-expires"),
+        (DAY_S, 9000.0, ""),
+        (DAY_S, -7200.0, "token-expired"),
+    ],
+)
+def test_a_token_with_an_end(life: float, left: float, first: str) -> None:
+    """Broken: a token of an hour that is renewed every time counts as a fault, or one of a year ends without a word."""
+
+    def age(facts: Facts) -> None:
+        labels = {"name": "shop/crm", "key": "auth.bearer"}
+        for word, value in (("issued", NOW + left - life), ("expiry", NOW + left)):
+            count(instance(facts, "expel"), f"penstock_token_{word}_timestamp_seconds", labels, value, value)
+        if left < 0:
+            fail_attempts(facts)
+
+    found = broken(age)
+    if not first:
+        assert not found.causes
+        return
+    assert first_of(found) == first
+    assert symptoms_of(found) == ({"receivers-fail"} if left < 0 else set())
+    assert ("2 hours" in found.causes[0].finding.what) == (life == DAY_S)
+
+
 def test_a_secret_that_cannot_be_read() -> None:
     """Broken: a file with the wrong mode is found by reading four logs."""
 

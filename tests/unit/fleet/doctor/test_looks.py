@@ -19,7 +19,7 @@ from services.core.broker.log import blocking
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topics import create_topic
 from services.core.broker.record import Record
-from services.core.certificate import untils_of_pem
+from services.core.expiry import untils_of_pem
 from services.core.listening import serve_app
 from services.core.pipes import PipeFile
 from services.fleet.doctor.checks import CHECKS

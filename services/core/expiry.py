@@ -1,8 +1,12 @@
-"""The end of a certificate's validity. It parses only so much of X.509 (RFC 5280, 4.1) as that needs."""
+"""When a certificate or a token ends. It parses only so much of X.509 (RFC 5280, 4.1) and of JWT (RFC 7519) as that needs."""
 
+import base64
 import datetime
+import math
 import re
 import ssl
+
+import msgspec
 
 _PEM = re.compile(rb"-----BEGIN (?:TRUSTED )?CERTIFICATE-----.+?-----END (?:TRUSTED )?CERTIFICATE-----", re.DOTALL)
 _SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
@@ -55,3 +59,29 @@ def _parse_time(tag: int, text: str) -> float:
     if tag == _UTC_TIME and when.year >= 2050:  # two digits mean 1950 to 2049
         when = when.replace(year=when.year - 100)
     return when.timestamp()
+
+
+def term_of_token(value: str) -> tuple[float | None, float] | None:
+    """When a token was issued and when it ends (`iat`, `exp`), in seconds since the epoch. No signature is checked.
+
+    value: of a header, with or without a word before the token. None: it is no JWT that can be read, or one without an end.
+    """
+    parts = value.rpartition(" ")[2].split(".")
+    if len(parts) != 3:
+        return None
+    try:
+        claims = msgspec.json.decode(
+            base64.b64decode(parts[1] + "=" * (-len(parts[1]) % 4), altchars=b"-_", validate=True)
+        )
+    except (ValueError, msgspec.DecodeError, RecursionError):
+        return None
+    if not isinstance(claims, dict) or (until := _read_date(claims.get("exp"))) is None:
+        return None
+    issued = _read_date(claims.get("iat"))
+    return (issued if issued is not None and issued < until else None), until
+
+
+def _read_date(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 < value < 1e12 and math.isfinite(value) else None
