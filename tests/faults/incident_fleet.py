@@ -24,10 +24,12 @@ import yaml
 from aiohttp import web
 
 from infra.prometheus.targets import list_targets
+from services.core.bearer import make_token
 from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.kafka import KafkaCluster
 from services.fleet.folder import STATE_FILE, ProcessState, read_state
 from tests.faults.fleet import Service, wait_until
+from tests.support.group_platform import open_group_platform
 from tests.support.ports import free_port
 
 RULES = Path(__file__).parents[2] / "infra" / "prometheus"
@@ -42,6 +44,7 @@ MODULES = {
     "retrier": "services.global_retrier",
     "observer": "services.observer",
     "transform": "spark",
+    "autoscaler": "services.autoscaler",
 }
 
 
@@ -83,6 +86,7 @@ class Receiver:
 class IncidentFleet:
     """apart: no supervisor, each service is a process of its own, as on a platform. Made by `open_incident_fleet`.
 
+    observer: the address of its API, and token: its token file, of a fleet that is apart. scaling: the autoscaler's flags.
     services: by name, of a fleet that is apart. up: the supervisor of another. poison: fields of one order in five from now on.
     tasks: ended with the fleet.
     """
@@ -96,6 +100,8 @@ class IncidentFleet:
     crm: Receiver
     archive: Receiver
     cluster: KafkaCluster | None
+    observer: str
+    scaling: list[str] = field(default_factory=list)
     services: dict[str, Service] = field(default_factory=dict)
     up: subprocess.Popen[bytes] | None = None
     poison: dict[str, object] = field(default_factory=dict)
@@ -107,6 +113,10 @@ class IncidentFleet:
     @property
     def targets(self) -> Path:
         return self.folder / "targets.json"
+
+    @property
+    def token(self) -> Path:
+        return self.folder / "observer.token"
 
     @property
     def pipe_file(self) -> Path:
@@ -144,6 +154,8 @@ class IncidentFleet:
         command = [sys.executable, "-m", "services.fleet", "doctor", "--json", "--data", str(self.data)]
         if self.apart:
             command += ["--targets", str(self.targets), "--broker", self.broker, "-f", str(self.pipe_file)]
+        if self.scaling:
+            command += ["--observer", self.observer, "--observer-token-file", str(self.token)]
         process = await asyncio.create_subprocess_exec(
             *command, cwd=self.folder, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
@@ -180,7 +192,10 @@ class IncidentFleet:
         if name == "expel":
             arguments += ["--allow-networks", "127.0.0.0/8"]
         if name == "observer":
-            arguments += ["--listen", f"127.0.0.1:{free_port()}"]
+            arguments += ["--listen", self.observer, *(["--token-file", str(self.token)] if self.scaling else [])]
+        if name == "autoscaler":
+            arguments += [*self.scaling, "--targets", str(self.targets)]
+            arguments += ["--observer", self.observer, "--observer-token-file", str(self.token)]
         if name == "transform":
             arguments += ["--data", str(self.data)]
         begin = [MODULES[name]] if module else []
@@ -222,9 +237,18 @@ class IncidentFleet:
 
 @asynccontextmanager
 async def open_incident_fleet(
-    folder: Path, *, apart: bool, spark: bool, kafka: bool, change: Callable[[IncidentFleet], Awaitable[None]] | None
+    folder: Path,
+    *,
+    apart: bool,
+    spark: bool,
+    kafka: bool,
+    autoscaler: bool,
+    change: Callable[[IncidentFleet], Awaitable[None]] | None,
 ) -> AsyncIterator[IncidentFleet]:
-    """The fleet, ready, under load, watched by Prometheus. change: the pipe file before the start."""
+    """The fleet, ready, under load, watched by Prometheus. change: the pipe file before the start.
+
+    autoscaler: with one. In a fleet that is apart it looks at a group of instances, and orders nothing.
+    """
     async with AsyncExitStack() as stack:
         cluster = None
         if kafka:
@@ -238,13 +262,16 @@ async def open_incident_fleet(
         data = folder / "data"
         data.mkdir(exist_ok=True)
         broker = f"kafka://{cluster.bootstrap}" if cluster is not None else f"log://{data / 'log'}"
-        addresses = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-        fleet = IncidentFleet(folder, data, broker, *addresses, apart, crm, archive, cluster)
+        listen, prometheus, observer = (f"127.0.0.1:{free_port()}" for _ in range(3))
+        fleet = IncidentFleet(folder, data, broker, listen, prometheus, apart, crm, archive, cluster, observer)
         fleet.pipes = _pipes(crm.port, archive.port, spark=spark)
         if change is not None:
             await change(fleet)
         fleet.write_pipes()
-        await (_start_apart(fleet, stack, spark=spark) if apart else _start_up(fleet, stack))
+        if apart:
+            await _start_apart(fleet, stack, spark=spark, autoscaler=autoscaler)
+        else:
+            await _start_up(fleet, stack, autoscaler=autoscaler)
         fleet.write_targets()
         stack.callback(lambda: [task.cancel() for task in fleet.tasks])
         for work in (fleet.keep_writing_targets(), fleet.send()):
@@ -272,9 +299,10 @@ def _pipes(crm: int, archive: int, *, spark: bool) -> dict[str, Any]:
     return {"version": 1, "streams": {"orders": {**stream, "columns": columns}, "clicks": stream}, "pipes": pipes}
 
 
-async def _start_up(fleet: IncidentFleet, stack: AsyncExitStack) -> None:
+async def _start_up(fleet: IncidentFleet, stack: AsyncExitStack, *, autoscaler: bool) -> None:
     command = [sys.executable, "-m", "services.fleet", "up", "--broker", fleet.broker, "--data", str(fleet.data)]
     command += ["--pipes", str(fleet.pipe_file), "--listen", fleet.listen, "--allow-networks", "127.0.0.0/8"]
+    command += ["--autoscale", "true"] if autoscaler else []
     log = fleet.folder / "up.log"
     fleet.up = await asyncio.to_thread(start_child, command, log=log)
     stack.push_async_callback(asyncio.to_thread, stop_child, fleet.up, grace_s=1.0)
@@ -287,16 +315,23 @@ async def _start_up(fleet: IncidentFleet, stack: AsyncExitStack) -> None:
     await wait_until(runs, READY_S)
 
 
-async def _start_apart(fleet: IncidentFleet, stack: AsyncExitStack, *, spark: bool) -> None:
+async def _start_apart(fleet: IncidentFleet, stack: AsyncExitStack, *, spark: bool, autoscaler: bool) -> None:
     command = [sys.executable, "-m", "services.fleet", "apply", "--broker", fleet.broker, "-f", str(fleet.pipe_file)]
     done = await asyncio.to_thread(
         subprocess.run, [*command, "--allow-networks", "127.0.0.0/8"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    if autoscaler:
+        fleet.token.touch(0o600)
+        fleet.token.write_text(make_token())
+        platform = open_group_platform(
+            fleet.folder / "platform", lambda: {"expel-1": fleet.services["expel"].management}
+        )
+        fleet.scaling = await stack.enter_async_context(platform)
     stack.callback(fleet.close_services)
-    for name in MODULES:
-        if name != "transform" or spark:
-            await fleet.start_service(name)
+    absent = {name for name, wanted in (("transform", spark), ("autoscaler", autoscaler)) if not wanted}
+    for name in [one for one in MODULES if one not in absent]:
+        await fleet.start_service(name)
     for service in fleet.services.values():
         await service.wait_ready()
 

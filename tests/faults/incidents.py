@@ -23,7 +23,8 @@ DISK_MB = 64
 class Incident:
     """alerts: exactly those that must fire; may: and those that may. checks: names of the doctor's checks that name the cause.
 
-    apart: services without a supervisor. change: the pipe file before the start. small_disk: the data folder is on one.
+    apart: services without a supervisor. autoscaler: with one. small_disk: the data folder is on one. change: the pipe file
+    before the start.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Incident:
     apart: bool = False
     spark: bool = False
     kafka: bool = False
+    autoscaler: bool = False
     small_disk: bool = False
     change: Strike | None = None
 
@@ -244,6 +246,7 @@ DOWN, HUNG, LOOP = (
     _of("ComponentDown", "ProcessDown"),
     _of("CrashLoop", "ComponentDown", "ProcessRestarts"),
 )
+SIZES_STAY = _of("AutoscalerDown")
 HEALED = frozenset({""})
 """The doctor finds nothing wrong any more."""
 DEAD = frozenset({"processes-dead"})
@@ -256,12 +259,40 @@ INCIDENTS: tuple[Incident, ...] = (
     Incident("transform stopped", _stop("transform"), DOWN, DEAD, apart=True, spark=True),
     Incident("ingest hangs", _hang("ingest"), HUNG, frozenset({"processes-hung"}), apart=True),
     Incident("expel hangs", _hang("expel"), HUNG, frozenset({"processes-hung"}), apart=True),
+    Incident("retrier hangs", _hang("retrier"), HUNG, frozenset({"processes-hung"}), apart=True),
     Incident("observer hangs", _hang("observer"), HUNG, frozenset({"processes-hung"}), apart=True),
     Incident("transform hangs", _hang("transform"), HUNG, frozenset({"processes-hung"}), apart=True, spark=True),
     Incident("ingest is started again", _hang("ingest"), frozenset(), HEALED),
     Incident("expel is started again", _hang("expel"), frozenset(), HEALED),
     Incident("expel crash-loops", _crash("expel"), LOOP, frozenset({"crash-loops"})),
     Incident("observer crash-loops", _crash("observer"), LOOP, frozenset({"crash-loops"})),
+    Incident("ingest crash-loops", _crash("ingest"), LOOP, frozenset({"crash-loops"})),
+    Incident("retrier crash-loops", _crash("retrier"), LOOP, frozenset({"crash-loops"})),
+    Incident("transform crash-loops", _crash("transform"), LOOP, frozenset({"crash-loops"}), spark=True),
+    Incident(
+        "autoscaler stopped",
+        _stop("autoscaler"),
+        SIZES_STAY,
+        frozenset({"autoscaler-away"}),
+        apart=True,
+        autoscaler=True,
+    ),
+    Incident(
+        "autoscaler hangs",
+        _hang("autoscaler"),
+        SIZES_STAY | _of("ProcessDown"),
+        frozenset({"processes-hung"}),
+        apart=True,
+        autoscaler=True,
+    ),
+    Incident(
+        "autoscaler crash-loops",
+        _crash("autoscaler"),
+        _of("ProcessRestarts"),
+        frozenset({"crash-loops"}),
+        may=SIZES_STAY,  # a run of two seconds may answer Prometheus in time
+        autoscaler=True,
+    ),
     Incident("wrong deploy", _deploy_badly, DOWN, frozenset({"configuration"}), apart=True),
     Incident("fleet killed", _kill_supervisor, _of("NotScraped", "ProcessDown"), frozenset({"fleet-down"})),
     Incident(

@@ -71,7 +71,12 @@ def _list(alerts: frozenset[str]) -> str:
 async def _run_one(incident: Incident, folder: Path) -> Result:
     result = Result(incident)
     opening = open_incident_fleet(
-        folder, apart=incident.apart, spark=incident.spark, kafka=incident.kafka, change=incident.change
+        folder,
+        apart=incident.apart,
+        spark=incident.spark,
+        kafka=incident.kafka,
+        autoscaler=incident.autoscaler,
+        change=incident.change,
     )
     async with opening as fleet:
         await asyncio.sleep(QUIET_S)

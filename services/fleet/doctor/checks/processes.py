@@ -170,7 +170,7 @@ def find_crash_loops(facts: Facts) -> Iterator[Finding]:
         words = _last_words(one.lines) or ["its log has no error: it was killed, e.g. for lack of memory"]
         evidence = [f"{_restarts(one)} restarts since the fleet was started", *words, *_log_of(one)]
         first = f"tail -50 {one.log}; dmesg | grep -i 'killed process'"
-        yield Finding(f"{one.name} dies again and again.", evidence, first, _parts(facts, one))
+        yield Finding(f"{one.name} dies again and again.", evidence, first, _parts(facts, one), runbook=_page_of(one))
 
 
 def find_restarted(facts: Facts) -> Iterator[Finding]:
