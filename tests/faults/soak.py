@@ -351,13 +351,13 @@ def main() -> int:
     parser.add_argument("--transform", action="store_true", help="with --upgrade: through Spark, too")
     arguments = parser.parse_args()
     assert BACKENDS
+    if arguments.broker == "kinesis" and not arguments.strikes:
+        parser.error("--broker kinesis goes with --strikes")
     if arguments.upgrade:
         more = {"kafka": arguments.broker == "kafka", "transform": arguments.transform}
         return rolling.main(arguments.minutes, arguments.rate, arguments.seed, **more)
     if arguments.strikes:
         return run_strikes(arguments.broker, arguments.strikes, arguments.rate, arguments.seed)
-    if arguments.broker == "kinesis":
-        parser.error("--broker kinesis goes with --strikes")
     if arguments.incidents:
         return soak_incidents.run(arguments.incidents, arguments.at_once)
     if arguments.cluster:

@@ -26,11 +26,12 @@ from services.fleet.problem import CommandFailed
 from tests.faults.fleet import DEADLINE, Service, wait_until
 from tests.faults.trial import Trial, open_trial, read_dead_letters
 from tests.support import early_observer
+from tests.support.group_platform import GROUP, open_group_platform
 from tests.support.oracle import Fate
 from tests.support.ports import free_port
 from tests.upgrade.release import environ_of
 
-ORDER = ("observer", "retrier-1", "expel-1", "expel-2", "transform", "ingest-1", "ingest-2")
+ORDER = ("observer", "retrier-1", "expel-1", "expel-2", "transform", "ingest-1", "ingest-2", "autoscaler")
 """Readers before writers, as docs/upgrading.md says. The way back is the reverse."""
 DOOMED_EVERY, DOOMED_TRIES = 500, 2
 """Every so manieth event is refused so often before it is taken: it waits with the global retrier."""
@@ -90,23 +91,29 @@ class Rolling:
     services: dict[str, VersionedService] = field(default_factory=dict)
     states: list[str] = field(default_factory=list)
 
-    async def start(self, *, transform: bool) -> None:
-        """All services of the last release. The topics are the release's, too."""
+    async def start(self, scaling: list[str], *, transform: bool) -> None:
+        """All services of the last release. The topics are the release's, too. scaling: the flags of the autoscaler."""
         trial = self.trial
         if transform:
             await asyncio.to_thread(self._add_transform)
         await self.apply("old")
         shared = ["--broker", trial.url, "--pipes", str(self.pipes)]
         expel = [*shared, *ALLOW, "--commit-interval", "100ms", "--lane-events", "500"]
+        observer = f"127.0.0.1:{free_port()}"
         arguments = {
-            "observer": ("services.observer", [*shared, "--listen", f"127.0.0.1:{free_port()}"]),
+            "observer": ("services.observer", [*shared, "--listen", observer]),
             "retrier-1": ("services.global_retrier", shared[:2]),
             "expel-1": ("services.expel", expel),
             "expel-2": ("services.expel", expel),
             "transform": ("spark", [*shared, "--data", str(trial.folder / "data")]),
             "ingest-1": ("services.ingest", [*shared, "--listen", trial.listen]),
             "ingest-2": ("services.ingest", [*shared, "--listen", trial.listen]),
+            "autoscaler": (
+                "services.autoscaler",
+                [*shared, *scaling, "--observer", observer, "--targets", str(self.targets)],
+            ),
         }
+        await asyncio.to_thread(self._write_targets)
         for name in (one for one in ORDER if transform or one != "transform"):
             module, flags = arguments[name]
             service = VersionedService(name, module, flags, trial.folder)
@@ -114,6 +121,20 @@ class Rolling:
             await trial.fleet.add(service, ready=False)
         for service in self.services.values():
             await service.wait_ready()
+        await asyncio.to_thread(self._write_targets)
+
+    @property
+    def targets(self) -> Path:
+        """The list of processes that write to streams, for the autoscaler."""
+        return self.trial.folder / "targets.json"
+
+    def _write_targets(self) -> None:
+        ingest = [one.management for name, one in self.services.items() if name.startswith("ingest")]
+        self.targets.write_bytes(orjson.dumps([{"targets": ingest, "labels": {"component": "ingest"}}]))
+
+    def expels(self) -> dict[str, str]:
+        """The instances of the group, as the platform lists them."""
+        return {name: one.management for name, one in self.services.items() if name.startswith(GROUP)}
 
     @property
     def pipes(self) -> Path:
@@ -127,13 +148,38 @@ class Rolling:
         self.pipes.write_bytes(orjson.dumps(document))
 
     async def roll(self, version: str, order: list[str], between: Callable[[], Any]) -> None:
-        """Replace one service after the other; an event gets through each mixed state."""
+        """Replace one service after the other; an event gets through each mixed state. The autoscaler decides from the figures
+        of all others, before it is replaced and after that."""
         for name in order:
+            if name == "autoscaler":
+                await self._decides()
             await self.services[name].replace(version)
+            await asyncio.to_thread(self._write_targets)
+            if name == "autoscaler":
+                await self._decides()
             number = await self.trial.sender.insist_on_one()
             await wait_until(lambda n=number: self.trial.ledger.arrived(n))
             self.states.append(", ".join(f"{one.name} {one.version}" for one in self.services.values()))
             await between()
+
+    async def _decides(self) -> None:
+        """Until the autoscaler has decided twice more, knows the CPU of each expel, and had an answer of the observer."""
+        service = self.services["autoscaler"]
+
+        def decisions() -> list[dict[str, Any]]:
+            lines = service.log.read_bytes().splitlines()
+            return [orjson.loads(one) for one in lines if b'"group_decision"' in one and one.endswith(b"}")]
+
+        def knows(decision: dict[str, Any]) -> bool:
+            instances = decision["instances"]
+            is_whole = instances.keys() == self.expels().keys() and None not in instances.values()
+            return is_whole and "does not answer" not in str(decision["under_way"])
+
+        before = len(decisions())
+        try:
+            await wait_until(lambda: any(map(knows, decisions()[before + 1 :])))
+        except AssertionError:
+            raise AssertionError(f"the {service.version} autoscaler decides blindly: {decisions()[-3:]}") from None
 
     async def penstock(self, version: str, *arguments: str) -> str:
         """A command of one version; what it printed. Fails when it does. One of the last release is repeated after its false
@@ -257,8 +303,9 @@ async def _open(url: str, folder: Path, *, rate: float, transform: bool, seed: i
         sink.by_value = transform
         sink.dooms = lambda number: number % DOOMED_EVERY == 0 and len(sink.tries[number]) < DOOMED_TRIES
         rolling = Rolling(trial)
-        await rolling.start(transform=transform)
-        yield rolling
+        async with open_group_platform(folder / "platform", rolling.expels) as scaling:
+            await rolling.start(scaling, transform=transform)
+            yield rolling
 
 
 def describe(rolling: Rolling, began: float) -> str:
