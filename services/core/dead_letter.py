@@ -31,6 +31,8 @@ VERSION = PREFIX + "version"
 ATTEMPTS = PREFIX + "attempts"
 FIRST_FAILURE = PREFIX + "first_failure"
 """Milliseconds since the epoch of the first failed attempt."""
+FAILURES = PREFIX + "failures"
+"""The failed attempts (`failed_attempts.pack_attempts`); missing without any, and in dead letters of earlier versions."""
 SOURCE = PREFIX + "source"
 """The original record: `topic:partition:offset`."""
 TIME = PREFIX + "time"
@@ -55,8 +57,12 @@ def make_dead_letter(
     source: TopicPartition,
     offset: int,
     now_ms: int,
+    failures: bytes | None = None,
 ) -> Record:
-    """The record for the pipe's dead letters. first_failure, now_ms: ms. Replaces headers of an earlier dead letter or retry."""
+    """The record for the pipe's dead letters. first_failure, now_ms: ms. failures: the value of FAILURES.
+
+    Replaces headers of an earlier dead letter or retry.
+    """
     kept = tuple(header for header in record.headers if not header[0].startswith((PREFIX, retry_state.PREFIX)))
     added = (
         (REASON, reason.encode()),
@@ -69,6 +75,7 @@ def make_dead_letter(
         (FIRST_FAILURE, str(first_failure).encode()),
         (SOURCE, f"{source.topic}:{source.partition}:{offset}".encode()),
         (TIME, b"%d" % record.timestamp),
+        *(((FAILURES, failures),) if failures else ()),
     )
     return Record(record.key, record.value, now_ms, added + kept)
 

@@ -14,6 +14,8 @@ from services.core.pipes import NAME_PATTERN
 PREFIX = "penstock_retry_"
 BREAKER_OPEN = "breaker_open"
 """The reason of an event that was handed over without an attempt."""
+FAILURES = PREFIX + "failures"
+"""The failed attempts (`failed_attempts.pack_attempts`); missing without any, and in records of earlier versions."""
 MAX_REASON, MAX_DETAIL = 100, 1024
 """Bytes. `wrap` cuts longer texts, `read_state` refuses them."""
 
@@ -71,8 +73,11 @@ class RetryState:
         return TopicPartition(topic, int(partition)), int(offset)
 
 
-def wrap(record: Record, state: RetryState, now_ms: int) -> Record:
-    """The record to hand over at `now_ms`: the state is in front of its own headers and replaces an earlier state."""
+def wrap(record: Record, state: RetryState, now_ms: int, failures: bytes | None = None) -> Record:
+    """The record to hand over at `now_ms`: the state is in front of its own headers and replaces an earlier state.
+
+    failures: the value of FAILURES.
+    """
     added = (
         (PREFIX + "pipe", state.pipe.encode()),
         (PREFIX + "destination", state.destination.encode()),
@@ -84,6 +89,7 @@ def wrap(record: Record, state: RetryState, now_ms: int) -> Record:
         (PREFIX + "detail", _cut(state.detail, MAX_DETAIL)),
         (PREFIX + "source", state.source.encode()),
         (PREFIX + "time", b"%d" % state.time),
+        *(((FAILURES, failures),) if failures else ()),
     )
     return Record(record.key, record.value, now_ms, added + own_headers(record))
 

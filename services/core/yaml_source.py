@@ -7,7 +7,7 @@ documents, tags, files over 1 MB, and nesting over 50 levels.
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,16 +55,22 @@ class BadConfiguration(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A parsed file. `lines` maps the path of every key and item to its 1-based line."""
+    """A parsed file. `lines` maps the path of every key and item to its 1-based line.
+
+    text_lines: the line at which a text begins, where the file has it line by line as it is: `|`, or all on one line.
+    """
 
     path: Path
     data: Any
     lines: dict[KeyPath, int]
+    text_lines: dict[KeyPath, int] = field(default_factory=dict)
 
-    def problem(self, path: KeyPath, message: str) -> Problem:
-        """A problem at this key, or at its nearest ancestor in the file."""
+    def problem(self, path: KeyPath, message: str, text_line: int | None = None) -> Problem:
+        """A problem at this key, or at its nearest ancestor in the file. text_line: the line, from 1, in the text of this key."""
         known = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in self.lines), ())
         line = self.lines.get(known, 1)
+        if text_line is not None and path in self.text_lines:
+            line = self.text_lines[path] + text_line - 1
         return Problem(f"{self.path}:{line}", self._show(path), message)
 
     def _show(self, path: KeyPath) -> str:
@@ -114,7 +120,7 @@ def parse_yaml(text: str, path: Path) -> Document:
     data = builder.build(node, ()) if node is not None else None
     if builder.problems:
         raise BadConfiguration(builder.problems)
-    return Document(path, data, builder.lines)
+    return Document(path, data, builder.lines, builder.text_lines)
 
 
 def _hint(error: yaml.MarkedYAMLError, line: int) -> str:
@@ -148,6 +154,7 @@ class _Builder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lines: dict[KeyPath, int] = {}
+        self.text_lines: dict[KeyPath, int] = {}
         self.problems: list[Problem] = []
         self._scalars = yaml.SafeLoader("")
 
@@ -160,11 +167,20 @@ class _Builder:
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
+        if isinstance(node, yaml.ScalarNode):
+            self._note_text(node, path)
         try:
             return self._scalars.construct_object(node)
         except (yaml.YAMLError, ValueError):
             self._problem(node, path, f"{node.tag} is not allowed")
             return None
+
+    def _note_text(self, node: yaml.ScalarNode, path: KeyPath) -> None:
+        first = node.start_mark.line + 1
+        if node.style == "|":
+            self.text_lines[path] = first + 1
+        elif node.style != ">" and node.start_mark.line == node.end_mark.line:
+            self.text_lines[path] = first
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         data: dict[str, Any] = {}

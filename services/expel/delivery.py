@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from services.core.broker.record import Record, TopicPartition, estimate_size
+from services.core.failed_attempts import MAX_KEPT, PARTIAL, FailedAttempt
 
 Position = tuple[TopicPartition, int, int]
 """(source, offset, polled_ms) of one event."""
@@ -54,6 +55,8 @@ class Delivery:
     attempts: int = 0
     first_failure: int = 0
     """When the first attempt failed, ms since the epoch; 0 before."""
+    failures: tuple[FailedAttempt, ...] = ()
+    """The failed attempts of this round that the receiver saw, the newest MAX_KEPT."""
     message_id: str = ""
     """Set by the sender; the same for every attempt with these events."""
     lapsed: frozenset[TopicPartition] = frozenset()
@@ -99,6 +102,12 @@ class Delivery:
             self.polled_at,
         )
 
+    def add_attempt(self, now_ms: int, reasons: Collection[str]) -> None:
+        """Count an attempt that the receiver saw and that failed. reasons: the distinct ones of the failures."""
+        reason = next(iter(reasons)) if len(reasons) == 1 else PARTIAL
+        self.attempts += 1
+        self.failures = (*self.failures, FailedAttempt.of(now_ms, reason))[-MAX_KEPT:]
+
     def positions(self) -> list[Position]:
         """The position of each event. It iterates over all events: only for failures."""
         return [(run.source, offset, run.polled_ms) for run in self.runs for offset in run.offsets]
@@ -118,6 +127,7 @@ class Delivery:
             self.polled_at,
             self.attempts,
             self.first_failure,
+            self.failures,
             lapsed=self.lapsed,
             disowned=self.disowned,
         )

@@ -390,11 +390,12 @@ class Dispatcher:
         if outcome is None:
             self._settle(delivery)
             return
-        if not (isinstance(outcome, Failure) and outcome.ours):
-            delivery.attempts += 1
         now_ms = self._metrics.now_ms()
-        delivery.first_failure = delivery.first_failure or now_ms
         failures = dict.fromkeys(range(len(delivery)), outcome) if isinstance(outcome, Failure) else outcome
+        earlier = delivery.failures
+        if not (isinstance(outcome, Failure) and outcome.ours):
+            delivery.add_attempt(now_ms, {failure.reason for failure in failures.values()})
+        delivery.first_failure = delivery.first_failure or now_ms
         decision = self._policy.decide(delivery, failures, now_ms)
         if decision.pause is not None:
             if (kept := self._keep(delivery)) is not None:
@@ -403,7 +404,9 @@ class Dispatcher:
             return
         self._hold_until = max(self._hold_until, time.monotonic() + decision.hold)
         if decision.delivered:
-            self._settle(delivery.subset(decision.delivered))
+            delivered = delivery.subset(decision.delivered)
+            delivered.failures = earlier  # of these, this attempt did not fail
+            self._settle(delivered)
         if decision.retry_topic:
             self._side_topics.write_retries(delivery, decision.retry_topic)
         if decision.dead_letter:

@@ -101,6 +101,8 @@ class LaneMetrics:
             self._expel_times[now_ms - polled_ms] += len(offsets)
         self._delivered_events += len(delivery.parts)
         self.ledger.add("delivered", delivery.records)
+        if delivery.failures:
+            self.ledger.add_failures(delivery)
         if len(self._event_lags) > _FLUSH_AT:
             self.flush()
 
@@ -220,6 +222,11 @@ class LaneLedger:
             self._reporter.settled.add(outcome, records, due)
             if outcome == "delivered":
                 self._sample.offer(records[0].value)
+
+    def add_failures(self, delivery: Delivery) -> None:
+        """These were delivered, after failed attempts. Call it in the same turn as `add`, so that one report has both."""
+        if self._reporter is not None and self._reporter.failures is not None:
+            self._reporter.failures.add(delivery.failures, delivery.records)
 
     def set_breaker(self, breaker: Callable[[], Breaker]) -> None:
         """Report the state of the destination's circuit breaker as well."""

@@ -30,7 +30,7 @@ from services.core.consuming import GroupMember, Membership
 from services.core.lifecycle import wait_for_stop
 from services.core.pipes import LANE_PATTERN, Removed
 from services.core.progress import Step
-from services.core.retry_state import unwrap, wrap
+from services.core.retry_state import FAILURES, unwrap, wrap
 from services.core.topic_names import dead_letter_topic, delivery_group, lane_name, parked_topic, retry_topic
 from services.core.waiting import lane_of
 from services.expel.dedup import RetryTopicFilter
@@ -294,4 +294,4 @@ class RemovedProcessor:
 
 def _readdress(record: Record, pipe: str, destination: str, now: int) -> Record:
     original, state = unwrap(record)
-    return wrap(original, replace(state, pipe=pipe, destination=destination), now)
+    return wrap(original, replace(state, pipe=pipe, destination=destination), now, record.header(FAILURES))

@@ -16,8 +16,9 @@ from services.core.backoff import Backoff
 from services.core.broker.errors import RecordTooLarge
 from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Record, TopicPartition, estimate_size
+from services.core.failed_attempts import PARTIAL, pack_attempts, parse_attempts
 from services.core.ledger.report import Outcome, Span, due_span, since_span
-from services.core.retry_state import RetryState, state_of, wrap
+from services.core.retry_state import BREAKER_OPEN, FAILURES, RetryState, state_of, wrap
 from services.core.topic_names import RETRY_IN, dead_letter_topic, parked_topic
 from services.expel.delivery import Delivery, Unreadable
 from services.expel.metrics import NODE, LaneMetrics
@@ -323,7 +324,16 @@ def _wrap(
     now_ms: int,
 ) -> SideRecord:
     weight, disowned = delivery.weight / len(delivery), source in delivery.disowned
-    return SideRecord(wrap(event, state, now_ms), event, source, offset, weight, reason, True, disowned=disowned)
+    record = wrap(event, state, now_ms, _failures(delivery, event, reason))
+    return SideRecord(record, event, source, offset, weight, reason, True, disowned=disowned)
+
+
+def _failures(delivery: Delivery, event: Record, reason: str) -> bytes:
+    """All failed attempts that are known of one event, packed. reason: of its last failure."""
+    own = list(delivery.failures)
+    if own and own[-1].reason == PARTIAL and reason not in (WINDOW_OVER, BREAKER_OPEN):
+        own[-1] = own[-1].of(own[-1].at_ms, reason)
+    return pack_attempts([*parse_attempts(event.header(FAILURES)), *own])
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +352,8 @@ class DeadLetterWriter:
         for index, failure in failures.items():
             source, offset, _ = positions[index]
             bad = Unreadable(offset, delivery.records[index], failure.reason, failure.detail)
-            record = self._make(source, bad, delivery.attempts, delivery.first_failure, weight, now_ms)
+            attempts = _failures(delivery, bad.record, failure.reason)
+            record = self._make(source, bad, delivery.attempts, delivery.first_failure, weight, now_ms, attempts)
             records.append(record._replace(disowned=source in delivery.disowned))
         return records
 
@@ -351,7 +362,13 @@ class DeadLetterWriter:
         event = record.original
         wrapped = Record(event.key, event.value, event.timestamp, record.record.headers)
         dead = self._make(
-            record.source, Unreadable(record.offset, wrapped, reason, detail), 0, 0, record.weight, now_ms
+            record.source,
+            Unreadable(record.offset, wrapped, reason, detail),
+            0,
+            0,
+            record.weight,
+            now_ms,
+            record.record.header(FAILURES),
         )
         return dead._replace(original=event, attempted=record.attempted, disowned=record.disowned)
 
@@ -362,7 +379,14 @@ class DeadLetterWriter:
         return [self._make(source, bad, 0, now_ms, estimate_size((bad.record,)), now_ms) for bad in unreadable]
 
     def _make(
-        self, source: TopicPartition, bad: Unreadable, attempts: int, first_failure: int, weight: float, now_ms: int
+        self,
+        source: TopicPartition,
+        bad: Unreadable,
+        attempts: int,
+        first_failure: int,
+        weight: float,
+        now_ms: int,
+        failures: bytes | None = None,
     ) -> SideRecord:
         earlier = state_of(bad.record)
         original, offset = (source, bad.offset) if earlier is None else earlier.position()
@@ -379,6 +403,7 @@ class DeadLetterWriter:
             source=original,
             offset=offset,
             now_ms=now_ms,
+            failures=failures,
         )
         return SideRecord(record, bad.record, source, bad.offset, weight, bad.reason, attempts > 0, bad.events)
 

@@ -43,6 +43,7 @@ class SendThrottle:
         self._lane = lane_name(pipe, destination)
         self._breaker, self._slow_start, self.shedder = CircuitBreaker(clock), SlowStart(clock), LoadShedder(clock)
         self._sheds, self._clock = sheds, clock
+        self._notice = FailureNotice(self._lane, clock)
         self._gauge = metrics.EXPEL_BREAKER.labels(pipe, destination)
 
     @property
@@ -99,13 +100,16 @@ class SendThrottle:
                 self._say_closed(outcome, len(request.parts))
         else:
             self._fail(request, failure)
+        self._notice.note(outcome)
 
     def _say_closed(self, outcome: Outcome, events: int) -> None:
         """Log what the probe proved. A receiver that answers need not accept the events: a breaker waits for answers alone."""
         refusal = _find_refusal(outcome, events)
         if refusal is None:
+            self._notice.forget()
             log.warning("breaker_closed", lane=self._lane, hint="its receiver accepts events again")
             return
+        self._notice.mark_said()
         hint = "its receiver answers again, and asks for fewer requests"
         if refusal.gone:
             hint = "its receiver answers again, and wants no more events"
@@ -127,8 +131,74 @@ class SendThrottle:
         self._slow_start.start()
 
     def update_gauge(self) -> None:
-        """Set the breaker's metric."""
+        """Set the breaker's metric. Every few seconds."""
+        self._notice.check()
         self._gauge.set(_STATES[self.state])
+
+
+class FailureNotice:
+    """Logs when a destination begins to fail, and when it accepts events again; for the person who watches a fleet.
+
+    A circuit breaker opens only after several failed requests, and few events make few requests. A destination that fails now and
+    then is named once in AGAIN_S at most.
+    """
+
+    AGAIN_S = 60.0
+    QUIET_S = 2.0
+    """A destination is well when it has accepted a request, and none has failed for so long."""
+
+    def __init__(self, lane: str, clock: Callable[[], float]) -> None:
+        self._lane, self._clock = lane, clock
+        self._failed_at: float | None = None
+        self._said_at = -math.inf
+        self._is_said = self._has_accepted = False
+
+    def note(self, outcome: Outcome) -> None:
+        """Note the outcome of a request."""
+        if outcome is None and self._failed_at is None:
+            return
+        now, failure = self._clock(), _worst(outcome)
+        if failure is not None:
+            self._failed_at, self._has_accepted = now, False
+            if not self._is_said and now - self._said_at >= self.AGAIN_S:
+                self._is_said, self._said_at = True, now
+                log.warning(
+                    "destination_fails",
+                    lane=self._lane,
+                    reason=failure.reason,
+                    detail=failure.detail,
+                    hint="its events are tried again; nothing is lost. Try: penstock doctor"
+                    if failure.recoverable
+                    else "it refuses events for good: they are dead letters. Try: mend the receiver, then penstock dead list",
+                )
+        elif outcome is None:
+            self._has_accepted = True
+        self.check()
+
+    def check(self) -> None:
+        """Log the end of a failure when it is time to. Call it every few seconds."""
+        if self._failed_at is None or not self._has_accepted or self._clock() - self._failed_at < self.QUIET_S:
+            return
+        if self._is_said:
+            log.warning("destination_recovered", lane=self._lane, hint="its receiver accepts events again")
+        self.forget()
+
+    def mark_said(self) -> None:
+        """Something else was logged about this failure."""
+        self._is_said, self._said_at = True, self._clock()
+
+    def forget(self) -> None:
+        """The failure is over, and was logged."""
+        self._failed_at, self._is_said, self._has_accepted = None, False, False
+
+
+def _worst(outcome: Outcome) -> Failure | None:
+    """A failure of the receiver, a final one before others. None: there is none, or it is our own."""
+    if outcome is None:
+        return None
+    found = [outcome] if isinstance(outcome, Failure) else list(outcome.values())
+    theirs = [failure for failure in found if not failure.ours]
+    return next((failure for failure in theirs if not failure.recoverable), theirs[0] if theirs else None)
 
 
 def _find_failure(outcome: Outcome, events: int) -> Failure | None:

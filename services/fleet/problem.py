@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class CommandFailed(Exception):
@@ -32,3 +33,19 @@ def unknown_name(
     )
     what += f"; did you mean {close[0]}?" if close else ""
     return CommandFailed(what, f"one of: {listed or none}", status=2)
+
+
+def unreadable_file(path: Path, error: OSError) -> CommandFailed:
+    """The error of a file that a person named. Adds the file of its folder that was probably meant. Blocking."""
+    what = f"{path} cannot be read: {error.strerror}"
+    if not isinstance(error, FileNotFoundError):
+        remedy = "a file, not a folder" if isinstance(error, IsADirectoryError) else "a file that this user may read"
+        return CommandFailed(what, remedy, status=2)
+    folder = path.parent
+    try:
+        names = sorted(one.name for one in folder.iterdir())
+    except OSError:
+        return CommandFailed(what, f"a folder that exists: {folder} does not", status=2)
+    close = get_close_matches(path.name, names, n=1)
+    what += f"; did you mean {folder / close[0]}?" if close else ""
+    return CommandFailed(what, f"ls {folder}", status=2)

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import orjson
 from aiohttp import hdrs, web
 
@@ -18,12 +19,14 @@ from services.core.signing import ID_HEADER, BadSignature, SigningKey, verify
 MAX_BODY = 20_000_000
 REMEMBERED_IDS = 1_000_000
 REFUSAL = 503
+_EVENTS = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One request. new: events with an id that is new here. signed: None without a secret; False: the signature was bad.
+    """One request. new: events with an id that is new here. texts: the bytes of these in the body, as they were received.
 
+    signed: None without a secret; False: the signature was bad.
     authorized: the same for the bearer token. After a bad token the signature is not verified.
     """
 
@@ -33,6 +36,7 @@ class Received:
     signed: bool | None
     at: float
     authorized: bool | None = None
+    texts: Sequence[bytes] = ()
 
 
 @dataclass(slots=True)
@@ -81,13 +85,23 @@ class Receiver:
             self.failed += 1
             return web.json_response({"error": "playing a bad receiver"}, status=self.refusal)
         try:
-            events = read_body(request.content_type, body)
+            texts = split_body(request.content_type, body)
+            events = [_parse_event(text) for text in texts]
         except ValueError as error:
             return web.json_response({"error": str(error)}, status=400)
-        new = [event for index, event in enumerate(events) if self._is_new(_identity(event, webhook_id, index))]
+        new = [index for index, event in enumerate(events) if self._is_new(_identity(event, webhook_id, index))]
         self.delivered += len(new)
         self.duplicates += len(events) - len(new)
-        self.on_request(Received(webhook_id, events, new, True if self.keys else None, time.time(), authorized))
+        received = Received(
+            webhook_id,
+            events,
+            [events[index] for index in new],
+            True if self.keys else None,
+            time.time(),
+            authorized,
+            [texts[index] for index in new],
+        )
+        self.on_request(received)
         return web.Response(status=204)
 
     def _token_fault(self, request: web.Request) -> str:
@@ -110,16 +124,21 @@ class Receiver:
         return True
 
 
-def read_body(content_type: str, body: bytes) -> list[dict[str, Any]]:
-    """The events of a delivery, in any of the formats that expel writes. Raises ValueError."""
+def split_body(content_type: str, body: bytes) -> list[bytes]:
+    """The events of a delivery, in any of the formats that expel writes, each with its bytes. Raises ValueError."""
     if content_type == "application/x-ndjson":
-        found = [orjson.loads(line) for line in body.splitlines() if line]
-    else:
-        content = orjson.loads(body)
-        found = content if isinstance(content, list) else [content]
-    if not all(isinstance(event, dict) for event in found):
-        raise ValueError("an event is not a JSON object")
-    return found
+        return [line for line in body.split(b"\n") if line.strip()]
+    try:
+        return [bytes(event) for event in _EVENTS.decode(body)] if body.lstrip()[:1] == b"[" else [body.strip()]
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _parse_event(text: bytes) -> dict[str, Any]:
+    event = orjson.loads(text)
+    if not isinstance(event, dict):
+        raise ValueError("an event is not a JSON object")  # noqa: TRY004
+    return event
 
 
 def _identity(event: dict[str, Any], webhook_id: str, index: int) -> str:

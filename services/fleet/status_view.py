@@ -1,7 +1,7 @@
 """Renders the status as tables."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from datetime import datetime
 from typing import Any
 
@@ -22,6 +22,23 @@ _DUE = (
     "a waiting event is sent when its next round is due (the destination's schedule); it cannot be brought forward.\n"
     "Why it waits: penstock doctor"
 )
+_WHY = {
+    "broker": "only Kafka can be read in real-time mode",
+    "python": "Spark runs Python functions only in micro-batches",
+    "state": "the transform works on several events",
+    "deduplication": "deduplicate_within is set",
+    "event": "it returns all fields of event",
+    "plan": "it joins a table, or reads a source more than once",
+    "new_events": "the transform makes new events",
+    "interval": "interval is set",
+    "batch_timeout": "--batch-timeout is short",
+    "slots": "it needs more task slots (--master)",
+    "cluster": "the task slots of a cluster come and go",
+    "checkpoint": "its checkpoint cannot change the mode",
+    "partitions": "partitions were added; restart the service",
+    "refused": "Spark refused it; the log has its words",
+}
+"""By the reason's word (`spark.jobs.modes.Reason`). docs/transforms.md has them with their remedies."""
 _DEAD = "dead: events in the dead letters, with the reason; see penstock dead list"
 
 
@@ -34,6 +51,7 @@ def render_status(status: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [head, _streams(status["streams"])]
     if status["transforms"]:
         parts.append(_transforms(status["transforms"]))
+        parts += _why_micro_batches(status["transforms"])
         if not status["destinations"]:
             parts.append(Text(_CLOCKS, style="dim"))
         parts += [_paused_transform(row) for row in status["transforms"] if row["paused"] is not None]
@@ -72,7 +90,7 @@ def _transforms(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         table.add_row(
             _named(row["pipe"], up=row["up"]),
-            _mode(row),
+            row["mode"] or _NOT_KNOWN,
             _rate(row["rate"]),
             str(row["read"]),
             str(row["written"]),
@@ -83,10 +101,15 @@ def _transforms(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _mode(row: dict[str, Any]) -> str:
-    if row["mode"] is None:
-        return _NOT_KNOWN
-    return row["mode"] if row["why"] is None else f"{row['mode']} ({row['why'].replace('_', ' ')})"
+def _why_micro_batches(rows: list[dict[str, Any]]) -> Iterator[Text]:
+    """A line for each reason against real-time mode, with its pipes."""
+    pipes: dict[str, list[str]] = {}
+    for row in rows:
+        if row["why"] is not None:
+            pipes.setdefault(row["why"], []).append(row["pipe"])
+    for why, names in pipes.items():
+        reason = _WHY.get(why, why.replace("_", " "))
+        yield Text(f"micro-batch, not real-time, in {plain(', '.join(names), 200)}: {reason}", style="dim")
 
 
 def _destinations(rows: list[dict[str, Any]]) -> Table:

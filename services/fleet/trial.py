@@ -25,7 +25,7 @@ from services.core.times import format_time
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import opened
 from services.fleet.event_source import STDIN, BadInput, InputFile, read_events
-from services.fleet.problem import CommandFailed
+from services.fleet.problem import CommandFailed, unreadable_file
 from services.fleet.spark_child import LIMIT_S, TooSlow, last_lines, run_spark
 from services.fleet.temporary import temporary_folder
 
@@ -58,7 +58,7 @@ def read_files(files: Mapping[str, str]) -> FileSample:
                 if next(events, None) is not None:
                     found.cut.append(file)
         except OSError as error:
-            raise CommandFailed(f"{file} cannot be read: {error.strerror}", status=2) from error
+            raise unreadable_file(Path(file), error) from error
         except BadInput as error:
             raise CommandFailed(f"{file}: {error}", "a JSON array, or one JSON object per line", status=2) from error
     return found

@@ -217,10 +217,10 @@ def prepare_pipe(
         raise
     except (PySparkException, BadTransform) as error:
         undeclared = [stream for stream, view in views.items() if view.columns is None]
-        problem = shorten(error)
+        problem, line = _locate(shorten(error)) if pipe.transform.sql is not None else (shorten(error), None)
         hint = _hint(problem, pipe.transform, undeclared)
         raise BadConfiguration(
-            [document.problem(key, f"{problem.rstrip('.')}. {hint}" if hint else problem)]
+            [document.problem(key, f"{problem.rstrip('.')}. {hint}" if hint else problem, line)]
         ) from error
     except Exception as error:  # the operator's own code: any error is a mistake in that file
         raise BadConfiguration([document.problem(key, f"{type(error).__name__}: {shorten(error)}")]) from error
@@ -286,6 +286,17 @@ def _mistake(session: SparkSession, result: StructType, where: str) -> str | Non
     except PySparkException as error:
         return f"{shorten(error).rstrip('.')}. Try: the columns of the result: {', '.join(result.names)}"
     return None
+
+
+_PLACE = re.compile(r"\(?line (\d+),? pos (\d+)\)?$")
+
+
+def _locate(problem: str) -> tuple[str, int | None]:
+    """Spark's words, with the place in the text of `sql` as a person counts it; and the line. None: they name no place."""
+    found = _PLACE.search(problem)
+    if found is None:
+        return problem, None
+    return f"{problem[: found.start()]}line {found[1]} of the SQL, character {int(found[2]) + 1}", int(found[1])
 
 
 _UNRESOLVED = re.compile(r"\[UNRESOLVED_COLUMN.*? with name (\S+) cannot be resolved")

@@ -148,7 +148,7 @@ def make_story(event_id: str, *, is_known: bool) -> Story:
         attempts=4,
     )
     lanes = (
-        Lane("billing", "delivered", f"{last} delivered", None, ()),
+        Lane("billing", "delivered", f"delivered (2xx) at the first attempt, reported {last}", None, ()),
         Lane(HOSTILE, "waiting", f"waits for another attempt since {first}, next due {last}", None, (handed_over,)),
     )
     passage = Passage("passed", "passed on to orders.out:1:55", last, ("orders.out:1:55",), ())

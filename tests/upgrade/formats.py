@@ -72,6 +72,8 @@ def reports() -> list[Report]:
     fields = FieldSet(NOW // 60_000, 1, {"n": FieldStats(1, 0, 1, 4.0, 16.0, {7})})
     second = NOW // 1000
     figures: dict[str, Any] = {"spark": (10.0, 5, 1, 2, 2)} if "spark" in Report.__struct_fields__ else {}
+    failed: dict[str, Any] = {"failures": ((f"{NOW}:http_503", "abc123", 0, pack_numbers(BitMap([1]))),)}
+    failed = failed if "failures" in Report.__struct_fields__ else {}
     return [
         Report(
             node="ingest", instance="i", pipe="s", at_ms=NOW, sets=(one("accepted", [*range(9)], minute=NOW // 60_000),),
@@ -83,7 +85,7 @@ def reports() -> list[Report]:
             held_ms=3, sets=(
                 one("delivered", [0, 1]), one("retrying", [2], due=(second, second + 64)), one("skipped", [5]),
                 one("dead", [3], due=(second, second + 1)), one("parked", [4], due=(second, second + 1)),
-            ),
+            ), **failed,
         ),
         Report(
             node="retrier", instance="r", pipe="p", destination="d", at_ms=NOW,

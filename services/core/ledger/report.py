@@ -169,6 +169,18 @@ class SparkFigures(msgspec.Struct, frozen=True, array_like=True):
     ui: str = ""
 
 
+class FailureSet(msgspec.Struct, frozen=True, array_like=True):
+    """Origins of one incarnation and partition that were delivered after the same failed attempts of their last round.
+
+    failures: as `failed_attempts.pack_attempts`. numbers: `pack_numbers`.
+    """
+
+    failures: str
+    incarnation: str
+    partition: int
+    numbers: bytes
+
+
 class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The report of one instance of one node.
 
@@ -178,7 +190,8 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     follows. breaker: only of expel; the state of the destination's circuit breaker. fields: of ingest and expel; statistics of
     sampled payloads. returned_ms, held_ms: only of expel; as behind_ms, of the `Backlog` of that name. in_doubt: only of
     ingest; the sets with the outcome unknown. The loss table does not need them, and older readers ignore them. spark: only of
-    transform, in a report every ten seconds.
+    transform, in a report every ten seconds. failures: only of expel; which of the delivered events had failed attempts in their
+    last round. None: it is not recorded, because they were too many, or an earlier version made the report.
 
     The retrier reports its behind_ms without a pipe: every event that was due before that has left the retrier.
     """
@@ -200,6 +213,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     held_ms: int | None = None
     in_doubt: tuple[OriginSet, ...] = ()
     spark: SparkFigures | None = None
+    failures: tuple[FailureSet, ...] | None = None
 
     def encode(self) -> bytes:
         return _ENCODER.encode(self)
@@ -248,6 +262,7 @@ _OPTIONAL: dict[str, Any] = {
     "returned_ms": int | None,
     "held_ms": int | None,
     "spark": SparkFigures | None,
+    "failures": tuple[FailureSet, ...] | None,
 }
 _HEAD = 6
 """The fields before `behind_ms`. Without one of them nothing is understood."""

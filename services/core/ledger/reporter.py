@@ -18,6 +18,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.lag import LagHistogram
 from services.core.ledger.accumulator import Accumulator, Sets
+from services.core.ledger.failures import Failures
 from services.core.ledger.fields import FieldSample, FieldSet
 from services.core.ledger.report import (
     MAX_REPORT_BYTES,
@@ -113,6 +114,8 @@ class Reporter:
         self._key = "/".join(filter(None, (node, pipe, destination, instance))).encode()
         self.settled = Accumulator(node, pipe)
         self.sets = Sets()
+        self.failures = Failures() if node == "expel" else None
+        """Of the delivered events in `settled`."""
         self._reaches: dict[tuple[str, int], int] = {}
         self._taps = [LagTap(kind, histogram) for kind, histogram in (lags or {}).items()]
         self._lags: list[LagSet] = []
@@ -153,6 +156,9 @@ class Reporter:
             reaches, self._reaches = self._reaches, {}
             lags, self._lags = self._lags, []
             fields, self._fields = self._fields, []
+            failures = self.failures
+            if failures is not None:
+                self.failures = Failures()
             packed = sets.pack()
             report = msgspec.structs.replace(
                 self._head,
@@ -167,6 +173,7 @@ class Reporter:
                 returned_ms=self._age("returned", now),
                 held_ms=self._age("held", now),
                 in_doubt=tuple(one for one in packed if one.outcome == "unknown"),
+                failures=None if failures is None else failures.pack(),
             )
             try:
                 await self._send([part.encode() for part in cut(report)], report.at_ms)
@@ -175,6 +182,9 @@ class Reporter:
                 self.sets = sets
                 self._reaches = reaches | self._reaches
                 self._lags = lags + self._lags
+                if failures is not None and self.failures is not None:
+                    failures.merge(self.failures)
+                    self.failures = failures
                 self._fields = (fields + self._fields)[-_MAX_FIELD_SETS:]
                 self._record_failure(error)
                 if isinstance(error, BrokerError):
@@ -247,7 +257,7 @@ async def _try(reporter: Reports, *, closed: bool = False) -> None:
 
 
 def cut(report: Report) -> Iterator[Report]:
-    """Reports with the same content, none longer than MAX_REPORT_BYTES. Reaches, fields and `closed` come last."""
+    """Reports with the same content, none longer than MAX_REPORT_BYTES. Reaches, fields, failures and `closed` come last."""
     sets, lags = (*report.sets, *report.in_doubt), report.lags
     if len(report.encode()) <= MAX_REPORT_BYTES or not (sets or lags):
         yield report
@@ -259,7 +269,10 @@ def cut(report: Report) -> Iterator[Report]:
             return
     items: list[OriginSet | LagSet] = [*sets, *lags]
     middle = len(items) // 2
-    yield from cut(_with(msgspec.structs.replace(report, reaches=(), fields=(), closed=False), items[:middle]))
+    rest = None if report.failures is None else ()
+    yield from cut(
+        _with(msgspec.structs.replace(report, reaches=(), fields=(), failures=rest, closed=False), items[:middle])
+    )
     yield from cut(_with(report, items[middle:]))
 
 

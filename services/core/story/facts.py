@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from services.core import dead_letter, retry_state
 from services.core.audit import Entry
 from services.core.dead_letter import DeadLetter
 from services.core.event import ORIGIN, Origin
+from services.core.failed_attempts import FailedAttempt, parse_attempts
 from services.core.ledger.report import MAX_NUMBER
 from services.core.pauses import Pause
 from services.core.pipes import PipeFile
@@ -77,6 +79,12 @@ def source_of(found: Found) -> str:
         return DeadLetter.of(found.position, found.record).source
     state = state_of(found.record)
     return "" if state is None else state.source
+
+
+def failed_attempts_of(found: Found) -> list[FailedAttempt]:
+    """Of a record of a side topic; at most the newest `failed_attempts.MAX_KEPT`."""
+    is_dead = found.position.topic.endswith(DEAD)
+    return parse_attempts(found.record.header(dead_letter.FAILURES if is_dead else retry_state.FAILURES))
 
 
 def lane_of(found: Found, renames: Mapping[str, str]) -> tuple[str, str]:

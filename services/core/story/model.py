@@ -5,12 +5,12 @@ from typing import Literal
 import msgspec
 
 What = Literal[
-    "handed_over", "due", "parked", "dead", "redriven", "discarded", "dropped", "skipped", "filtered", "reset", "delivered",
-    "reported",
+    "attempt", "handed_over", "due", "parked", "dead", "redriven", "discarded", "dropped", "skipped", "filtered", "reset",
+    "delivered", "reported",
 ]  # fmt: skip
-"""handed_over: to the retrier, after failed attempts. due: back in the retry topic of the pipe. skipped, reset: an operator moved
-the group. filtered: the event is in other outputs of the transform than the destination's. reported: an outcome whose record was
-not found."""
+"""attempt: a failed one. handed_over: to the retrier, after failed attempts. due: back in the retry topic of the pipe. skipped,
+reset: an operator moved the group. filtered: the event is in other outputs of the transform than the destination's. reported: an
+outcome whose record was not found."""
 
 State = Literal[
     "delivered", "waiting", "parked", "dead", "redriven", "discarded", "dropped", "skipped", "filtered", "not_read",
@@ -20,7 +20,8 @@ State = Literal[
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """text: for a person, with secrets masked. attempts: failed ones so far. detail: of the last failure. by: an operator."""
+    """at: of `delivered` and `reported` the time of the report; of an attempt, when the receiver answered. text: for a person,
+    with secrets masked. attempts: failed ones so far. detail: of the last failure. by: an operator."""
 
     at: str
     what: What

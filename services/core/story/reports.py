@@ -1,7 +1,7 @@
 """The outcomes that the nodes reported for some events, with the times of the reports."""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from services.core.broker.contract import Reader
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.reading import scan
 from services.core.event import Origin
+from services.core.failed_attempts import FailedAttempt, parse_attempts
 from services.core.ledger.report import TELEMETRY, BadReport, Outcome, Report, decode_report, unpack_numbers
 from services.core.story.search import EARLY_MS, Budget, Search
 from services.core.times import date_of
@@ -42,6 +43,7 @@ class Reports:
     reported anything; the ledger may be off. first_ms: by step, the time of its first report among those that were read.
     done_ms: by step, the time before which it has processed all records that were stored.
     renames: as `pipes.renames_of`; what a destination reported under a former name is the present one's.
+    failures: by event, step and the time of the report of a delivery, where attempts are recorded.
     """
 
     by_event: dict[Origin, dict[Step, list[Told]]] = field(default_factory=dict)
@@ -51,6 +53,7 @@ class Reports:
     first_ms: dict[Step, int] = field(default_factory=dict)
     done_ms: dict[Step, int] = field(default_factory=dict)
     renames: Mapping[str, str] = field(default_factory=dict)
+    failures: dict[tuple[Origin, Step, int], Sequence[FailedAttempt]] = field(default_factory=dict)
 
     def of(self, origin: Origin | None, step: Step) -> list[Told]:
         return [] if origin is None else self.by_event.get(origin, {}).get(step, [])
@@ -63,6 +66,10 @@ class Reports:
         """When this outcome was first reported at or after a time, ms. None: at any time."""
         times = (told.at_ms for told in self.of(origin, step) if told.outcome == outcome)
         return next((at_ms for at_ms in times if since_ms is None or at_ms >= since_ms), None)
+
+    def failed_before(self, origin: Origin | None, step: Step, at_ms: int) -> Sequence[FailedAttempt] | None:
+        """The failed attempts of the round that ended with the delivery that was reported then. None: not recorded."""
+        return None if origin is None else self.failures.get((origin, step, at_ms))
 
     def add(self, report: Report, wanted: dict[tuple[str, int], BitMap]) -> None:
         step: Step = (report.node, report.pipe, report.destination)
@@ -77,15 +84,25 @@ class Reports:
             numbers = wanted.get((one.incarnation, one.partition))
             if numbers is None:
                 continue
-            try:
-                there = numbers & unpack_numbers(one.numbers)
-            except BadReport:
-                continue
-            for number in there:
+            for number in _common(numbers, one.numbers):
                 origin = Origin(one.incarnation, one.partition, number)
                 known = self.by_event.setdefault(origin, {}).setdefault(step, [])
                 if (told := Told(one.outcome, report.at_ms)) not in known[-1:]:
                     known.append(told)
+                if one.outcome == "delivered" and report.failures is not None:
+                    self.failures.setdefault((origin, step, report.at_ms), ())
+        for failed in report.failures or ():
+            numbers = wanted.get((failed.incarnation, failed.partition))
+            for number in () if numbers is None else _common(numbers, failed.numbers):
+                origin = Origin(failed.incarnation, failed.partition, number)
+                self.failures[origin, step, report.at_ms] = parse_attempts(failed.failures)
+
+
+def _common(wanted: BitMap, packed: bytes) -> BitMap:
+    try:
+        return wanted & unpack_numbers(packed)
+    except BadReport:
+        return BitMap()
 
 
 async def read_reports(

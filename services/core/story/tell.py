@@ -6,11 +6,12 @@ from typing import NamedTuple
 from services.core.audit import DISCARD, DROP, REDRIVE, RESET, SKIP, Entry, covers, digest_of
 from services.core.dead_letter import DeadLetter, Position
 from services.core.event import OUTPUTS, read_arrival
+from services.core.failed_attempts import PARTIAL, FailedAttempt
 from services.core.ledger.report import Outcome
 from services.core.masking import mask_text
 from services.core.pipes import Destination
 from services.core.retry_state import BREAKER_OPEN, RetryState, state_of
-from services.core.story.facts import DEAD, Event, Facts, lane_of
+from services.core.story.facts import DEAD, Event, Facts, failed_attempts_of, lane_of
 from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, State
 from services.core.story.search import EARLY_MS, Found, time_of
 from services.core.times import format_time
@@ -197,6 +198,16 @@ def _dead(found: Found, acts: Iterable[Entry]) -> Iterator[_Step]:
             yield _Step(entry.at, 5, done, "discarded", f"a dead letter that {by} discarded: {position}", position)
 
 
+def _attempt(failed: FailedAttempt) -> _Step:
+    """A failed attempt. It says nothing about where the event is now."""
+    at = format_time(failed.at_ms)
+    if not failed.at_ms % 1000:  # of a busy destination only the second is known
+        at = at.replace(".000Z", "Z")
+    said = "the receiver's answer named several failures" if failed.reason == PARTIAL else failed.reason
+    moment = Moment(at=at, what="attempt", text=f"attempt failed: {mask_text(said)}", reason=failed.reason)
+    return _Step(failed.at_ms, -1, moment, "unknown", "", None)
+
+
 class _LaneTeller:
     """Of one destination."""
 
@@ -212,16 +223,21 @@ class _LaneTeller:
         self._name, self._destination, self._declared = pipe_name, destination, declared
         self._event, self._facts, self._passage = event, facts, passage
         self._side = [found for found in event.side if lane_of(found, facts.renames) == (pipe_name, destination)]
+        self._failed = {attempt for found in self._side for attempt in failed_attempts_of(found)}
 
     def tell(self) -> Lane:
         steps = [*self._waits(), *self._parked(), *self._deaths(), *self._drops(), *self._moves()]
         delivered = self._first("delivered", "expel")
         if delivered is not None:
+            step = ("expel", self._name, self._destination)
+            round_ = self._facts.reports.failed_before(self._event.run, step, delivered)
             failed = max((one.moment.attempts or 0 for one in steps if one.at_ms <= delivered), default=0)
-            text = self._delivered_text(failed)
+            is_first = round_ is not None and not (round_ or self._side)
+            text = self._delivered_text(failed + len(round_ or ()), is_first=is_first)
             at = format_time(delivered)
-            moment = Moment(at=at, what="delivered", text=text, attempts=failed or None)
-            last = _Step(delivered, 4, moment, "delivered", f"{at} {text}", None)
+            moment = Moment(at=at, what="delivered", text=text, attempts=failed + len(round_ or ()) or None)
+            last = _Step(delivered, 4, moment, "delivered", f"{text}, reported {at}", None)
+            self._failed.update(round_ or ())
             again = [one for one in steps if one.at_ms >= delivered and one.state in ("delivered", "not_read")]
             return self._lane(self._open_output(steps) or max([last, *again], key=_when), [*steps, last])
         steps += self._reported(steps)
@@ -244,20 +260,20 @@ class _LaneTeller:
         return max((one for one in ends if one.state == "dead" or one.at_ms > delivered), key=_when, default=None)
 
     def _lane(self, last: _Step, steps: Sequence[_Step]) -> Lane:
-        history = tuple(one.moment for one in sorted(steps, key=_when))
+        history = tuple(one.moment for one in sorted([*steps, *map(_attempt, self._failed)], key=_when))
         return Lane(self._destination, last.state, last.now, last.position, history)
 
     def _first(self, outcome: Outcome, node: str) -> int | None:
         return self._facts.reports.first(self._event.run, (node, self._name, self._destination), outcome)
 
-    def _delivered_text(self, failed: int) -> str:
+    def _delivered_text(self, failed: int, *, is_first: bool) -> str:
         stream = None if self._declared is None else self._declared.stream
-        what = "delivered" if stream is None else f"stored in {stream}"
+        what = "delivered (2xx)" if stream is None else f"stored in {stream}"
         if (count := len(self._inputs())) > 1:
             what = f"one or more of its {count} outputs {what}"
         if failed:
             return f"{what}, after {_attempts(failed)} that failed"
-        return what
+        return f"{what} at the first attempt" if is_first and stream is None and count < 2 else what
 
     def _waits(self) -> Iterator[_Step]:
         """From the records of the retrier's topics and of `.retry`. The copies of one round are one moment."""
@@ -368,8 +384,10 @@ class _LaneTeller:
         """The first delivery after a reset. No member ran at its time, so everything from before it was reported before."""
         step = ("expel", self._name, self._destination)
         if (at_ms := self._facts.reports.first_since(self._event.run, step, "delivered", since_ms)) is not None:
-            at, text = format_time(at_ms), "delivered again, after the reset"
-            yield _Step(at_ms, 8, Moment(at=at, what="delivered", text=text), "delivered", f"{at} {text}", None)
+            at, text = format_time(at_ms), "delivered again (2xx), after the reset"
+            now = f"{text}, reported {at}"
+            self._failed.update(self._facts.reports.failed_before(self._event.run, step, at_ms) or ())
+            yield _Step(at_ms, 8, Moment(at=at, what="delivered", text=text), "delivered", now, None)
 
     def _inputs(self) -> list[Found]:
         """The records that the lane reads."""

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -47,8 +47,8 @@ class Where:
     token_file: Path | None = None
 
 
-async def look(where: Where) -> Facts:
-    """All facts. Takes at most a minute, also when nothing answers.
+async def look(where: Where, show: Callable[[Collection[str]], None] = lambda _waiting: None) -> Facts:
+    """All facts. Takes at most a minute, also when nothing answers. show: gets the names of the looks that are not done.
 
     Raises CommandFailed (status 2) when there is no fleet to look at.
     """
@@ -70,9 +70,16 @@ async def look(where: Where) -> Facts:
         facts.unknown["the observer"] = "its address is not known. Try: --observer host:port"
     if facts.pipes is not None:
         works["the receivers"] = NETWORK_S, look_at_receivers(facts)
-    await asyncio.gather(
-        *(bounded(facts, name, limit, work) for name, (limit, work) in (works | _files(facts)).items())
-    )
+    works |= _files(facts)
+    waiting = dict.fromkeys(works)
+    show(waiting)
+
+    async def run(name: str, limit: float, work: Coroutine[Any, Any, None]) -> None:
+        await bounded(facts, name, limit, work)
+        del waiting[name]
+        show(waiting)
+
+    await asyncio.gather(*(run(name, limit, work) for name, (limit, work) in works.items()))
     return facts
 
 

@@ -1,14 +1,17 @@
 """`penstock doctor`."""
 
 import json
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 import uvloop
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from services.core.targets import check_targets
-from services.fleet.console import OUT
+from services.fleet.console import ERR, OUT
 from services.fleet.doctor.checks import CHECKS
 from services.fleet.doctor.diagnosis import diagnose
 from services.fleet.doctor.look import Where, look
@@ -51,9 +54,24 @@ def doctor(
             check_targets(targets)
         except ValueError as error:
             raise CommandFailed(f"--targets: {error}", status=2) from error
-    found = diagnose(uvloop.run(look(Where(data, targets, broker, pipes, observer, token_file))), CHECKS)
+    with _progress() as show:
+        facts = uvloop.run(look(Where(data, targets, broker, pipes, observer, token_file), show))
+    found = diagnose(facts, CHECKS)
     if as_json:
         typer.echo(json.dumps(found.as_json()))
     else:
         OUT.print(render_diagnosis(found))
     raise typer.Exit(found.status)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Collection[str]], None]]:
+    """On a terminal, one line with what is being looked at."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=ERR, transient=True, disable=not ERR.is_terminal) as progress:
+        task = progress.add_task("looking at the fleet")
+
+        def show(waiting: Collection[str]) -> None:
+            progress.update(task, description=f"looking at {' and '.join(list(waiting)[:3]) or 'the fleet'}")
+
+        yield show

@@ -99,11 +99,17 @@ def print_events(events: Sequence[EventStory]) -> None:
     for index, one in enumerate(events):
         copies = [earlier for earlier in events[:index] if one.copy > 1 and earlier.origin == one.origin]
         _print_event(one, [_outcome(pipe) for earlier in copies for pipe in earlier.pipes])
+    shown = [pipe for one in events for pipe in one.pipes]
+    if any(
+        (pipe.transform and pipe.transform.at) or any(_is_reported(lane) for lane in pipe.destinations)
+        for pipe in shown
+    ):
+        _print(0, Text("A reported time is about a second after the answer, at most.", style="dim"))
 
 
 def _print_event(one: EventStory, known: Sequence[_Outcome]) -> None:
     if one.stream is None:
-        OUT.print(Text("The event's own record was not found; these records name it:", style="bold"))
+        _print(0, Text("The event's own record was not found; these records name it:", style="bold"))
     else:
         place = f"{one.stream}, partition {one.partition}, offset {one.offset}"
         by = f", made by the transform of {one.made_by}" if one.made_by else ""
@@ -111,21 +117,32 @@ def _print_event(one: EventStory, known: Sequence[_Outcome]) -> None:
         if one.copy > 1:
             copied += ", second copy" if one.copy == 2 else f", copy {one.copy}"
             copied += f", redriven at {one.redriven}" if one.redriven else ""
-        OUT.print(Text.assemble((f"accepted {one.accepted or 'at an unknown time'}", "bold"), f"  {place}{by}{copied}"))
-        OUT.print(
-            Text(plain(f"  event time {one.event_time}, {one.bytes} bytes, origin {one.origin or 'none'}"), style="dim")
-        )
+        _print(0, Text.assemble((f"accepted {one.accepted or 'at an unknown time'}", "bold"), f"  {place}{by}{copied}"))
+        about = f"event time {one.event_time}, {one.bytes} bytes, origin {one.origin or 'none'}"
+        _print(2, Text(plain(about), style="dim"))
     rest = [pipe for pipe in one.pipes if _outcome(pipe) not in known]
     if len(rest) < len(one.pipes):
-        OUT.print(Text(f"  {'otherwise ' if rest else ''}as above: reports do not tell copies apart"))
+        _print(2, Text(f"{'otherwise ' if rest else ''}as above: reports do not tell copies apart"))
     for pipe in rest:
-        OUT.print(Text(f"  {plain(pipe.pipe)}", style="bold cyan"))
+        _print(2, Text(plain(pipe.pipe), style="bold cyan"))
         if pipe.transform is not None:
             _print_transform(pipe.transform)
         for lane in pipe.destinations:
             _print_lane(lane)
     if not one.pipes:
-        OUT.print(Text("  no pipe reads this stream"))
+        _print(2, Text("no pipe reads this stream"))
+
+
+def _print(indent: int, text: Text) -> None:
+    """One line. On a terminal that is narrower, the rest is below it, further in."""
+    width = OUT.width - indent - 2
+    lines = text.wrap(OUT, width) if OUT.is_terminal and text.cell_len > width + 2 else [text]
+    for number, line in enumerate(lines):
+        OUT.print(Text(" " * (indent + (2 if number else 0))).append_text(line))
+
+
+def _is_reported(lane: Lane) -> bool:
+    return any(moment.what in ("delivered", "reported") for moment in lane.history)
 
 
 def _outcome(pipe: PipeStory) -> _Outcome:
@@ -136,7 +153,7 @@ def _outcome(pipe: PipeStory) -> _Outcome:
 def _print_transform(passage: Passage) -> None:
     at = f"  (reported {passage.at})" if passage.at else ""
     style = {"passed": "green", "dead": "red"}.get(passage.outcome or "", "yellow")
-    OUT.print(Text.assemble("    transform: ", (plain(passage.now), style), (at, "dim")))
+    _print(4, Text.assemble("transform: ", (plain(passage.now), style), (at, "dim")))
     _print_history(passage.history)
 
 
@@ -151,7 +168,7 @@ _STYLES = {
 
 
 def _print_lane(lane: Lane) -> None:
-    OUT.print(Text.assemble(f"    {plain(lane.destination)}: ", (plain(lane.now), _STYLES.get(lane.state, ""))))
+    _print(4, Text.assemble(f"{plain(lane.destination)}: ", (plain(lane.now), _STYLES.get(lane.state, ""))))
     if lane.state != "delivered" or len(lane.history) > 1:
         _print_history(lane.history)
 
@@ -159,7 +176,7 @@ def _print_lane(lane: Lane) -> None:
 def _print_history(history: tuple[Moment, ...]) -> None:
     for moment in history:
         where = f"  [{moment.position}]" if moment.position else ""
-        OUT.print(Text.assemble((f"      {moment.at}  ", "dim"), plain(moment.text), (plain(where), "dim")))
+        _print(6, Text.assemble((f"{moment.at}  ", "dim"), plain(moment.text), (plain(where), "dim")))
 
 
 def _print_search(story: Story) -> None:

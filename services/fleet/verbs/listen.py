@@ -2,9 +2,11 @@
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import orjson
 import typer
 import uvloop
@@ -21,6 +23,7 @@ from services.fleet.stop import stop_on_signals
 from services.fleet.verbs.app import APP, example
 
 SHOWN_EVENTS = 3
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @APP.command(
@@ -98,14 +101,22 @@ async def _run(receiver: Receiver, host: str, port: int) -> None:
 
 
 def _print_json(received: Received) -> None:
-    for event in received.new:
+    for text in received.texts:
         checks = {"verified": received.signed, "authorized": received.authorized}
-        line = {"webhook_id": received.webhook_id, **checks, "event": event}
+        line = {"webhook_id": received.webhook_id, **checks, "event": orjson.Fragment(_one_line(text))}
         typer.echo(orjson.dumps(line).decode())
 
 
-def _text(value: Any) -> str:
-    return orjson.dumps(value).decode()
+def _one_line(text: bytes) -> str:
+    """JSON as it was received: numbers with all their digits. A line break in JSON is never part of a value."""
+    return text.decode(errors="replace").replace("\r", " ").replace("\n", " ")
+
+
+def _shown(event: Mapping[str, Any], text: bytes) -> str:
+    """A CloudEvent as its id and its data, another event as it is."""
+    if "id" not in event or "data" not in event:
+        return _one_line(text)
+    return f"{event['id']}  {_one_line(bytes(_FIELDS.decode(text)['data']))}"
 
 
 def _print_lines(received: Received) -> None:
@@ -117,9 +128,9 @@ def _print_lines(received: Received) -> None:
     tail = f", {duplicates} duplicates" if duplicates else ""
     OUT.print(Text(f"{clock} {received.webhook_id} {len(received.events)} events{tail}, {signed}", style="bold"))
     is_cut = False
-    for event in received.new[: SHOWN_EVENTS if OUT.is_terminal else None]:
-        line = f"  {event['id']}  {_text(event['data'])}" if "id" in event and "data" in event else f"  {_text(event)}"
-        text = Text(mask_text(line))
+    shown = list(zip(received.new, received.texts, strict=True))[: SHOWN_EVENTS if OUT.is_terminal else None]
+    for event, received_text in shown:
+        text = Text(mask_text(f"  {_shown(event, received_text)}"))
         if OUT.is_terminal:
             is_cut |= text.cell_len > OUT.width
             text.truncate(OUT.width, overflow="ellipsis")

@@ -21,6 +21,10 @@ APP.add_typer(LOSS, name="loss")
 
 PipeArgument = Annotated[str, typer.Argument(help="The pipe's name.")]
 SHOWN = 50
+_MINUTES = (
+    "An event counts in the minute of its own time. A minute without events has no row. A minute is final 150 s after its end "
+    "at the earliest (the observer's final_after): until then, late events may arrive."
+)
 
 
 @LOSS.command(epilog=example("penstock loss show punctuality\npenstock loss show punctuality --from 3h --json"))
@@ -51,6 +55,7 @@ def show(
     lost = sum(row["lost"] for row in body["minutes"])
     minutes = format_count(len(body["minutes"]), "minute")
     print_note(f"{lost} of {format_count(accepted, 'event')} are missing in {minutes} of {pipe}; {_open(body)}")
+    print_note(_MINUTES, "dim")
 
 
 @LOSS.command(epilog=example("penstock loss explain punctuality 2026-11-21T08:05Z"))

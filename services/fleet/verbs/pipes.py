@@ -35,15 +35,20 @@ streams:
     id: id               # payload field with the event id; without one each event gets a new id
     key: customer        # payload field with the ordering key
     time: time           # payload field with the event time (RFC 3339, or a number of s or ms)
-    columns: id STRING, time STRING, customer STRING, amount DOUBLE   # for transforms, as Spark DDL
+    # For transforms: the fields of the payload as columns, in Spark's DDL. A field that an event lacks is null. With NOT NULL
+    # such an event is a dead letter instead: here nobody wants an order without amount to be dropped by WHERE unseen.
+    columns: id STRING, time STRING, customer STRING, amount DOUBLE NOT NULL
 
 # A pipe carries events from its sources through a transform, if it has one, to its destinations.
 pipes:
   large-orders:
     sources: [orders]
     transform:
-      # `event` identifies the event; the other columns become the new payload
-      sql: SELECT event, id, time, customer, amount, round(amount * 0.19, 2) AS vat FROM orders WHERE amount >= 100
+      # `event` identifies the event and keeps its id and time; the other columns become the new payload
+      sql: |
+        SELECT event, id, customer, amount, round(amount * 0.19, 2) AS vat
+        FROM orders
+        WHERE amount >= 100
     destinations:
       - name: billing
         webhook:

@@ -21,7 +21,7 @@ from services.fleet.access import find_fleet, ingest_url, require_fleet
 from services.fleet.console import ERR, print_note
 from services.fleet.event_source import STDIN, BadInput, InputFile, read_events
 from services.fleet.folder import FleetState
-from services.fleet.problem import CommandFailed
+from services.fleet.problem import CommandFailed, unreadable_file
 from services.fleet.sender import GIVE_UP_AFTER_S, SendingFailed, SendSummary, Target, probe, send_events
 from services.fleet.stop import Stop, stop_on_signals
 from services.fleet.verbs.app import APP, Data, example
@@ -39,7 +39,7 @@ def read_secret_file(path: Path) -> str:
                 )
             return file.read(MAX_BYTES).decode("ascii", errors="replace").strip()
     except OSError as error:
-        raise CommandFailed(f"{path} cannot be read: {error.strerror}", status=2) from error
+        raise unreadable_file(path, error) from error
 
 
 def read_api_key(key_file: Path | None, environ: Mapping[str, str]) -> str | None:
@@ -117,7 +117,7 @@ def _open(file: str) -> InputFile:
     try:
         return InputFile(STDIN if file == "-" else Path(file))
     except OSError as error:
-        raise CommandFailed(f"{file} cannot be read: {error.strerror}", status=2) from error
+        raise unreadable_file(Path(file), error) from error
 
 
 def _is_address(url: str) -> bool:

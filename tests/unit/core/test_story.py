@@ -29,7 +29,8 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.dead_letter import Position, make_dead_letter
 from services.core.event import ARRIVAL, ID, ORIGIN, OUTPUTS, Origin
-from services.core.ledger.report import TELEMETRY, OriginSet, Report, pack_numbers
+from services.core.failed_attempts import FailedAttempt, pack_attempts
+from services.core.ledger.report import TELEMETRY, FailureSet, OriginSet, Report, pack_numbers
 from services.core.pauses import Pause, write_pause
 from services.core.pipes import PipeFile
 from services.core.provision import ensure_topics
@@ -37,6 +38,7 @@ from services.core.retry_state import RetryState, wrap
 from services.core.story.find import Scope, find_story, make_scope, time_of_id
 from services.core.story.model import EventStory, Lane, Story
 from services.core.story.search import Limits, TimeRange
+from services.core.times import format_time
 from services.core.topic_names import delay_topic
 from services.fleet.verbs.event import print_events
 
@@ -96,18 +98,24 @@ class History:
         number: int,
         destination: str | None = None,
         at_ms: int = NOW + 1000,
+        failures: str | None = None,
     ) -> None:
         told = OriginSet(outcome, "a", 0, None, pack_numbers(BitMap([number])))  # type: ignore[arg-type]
         report = Report(node=node, instance="i", pipe=pipe, destination=destination, at_ms=at_ms, sets=(told,))  # type: ignore[arg-type]
+        if failures is not None:
+            failed = (FailureSet(failures, "a", 0, told.numbers),) if failures else ()
+            report = msgspec.structs.replace(report, failures=failed)
         await self.write(TELEMETRY, Record(f"{node}/{pipe}/i".encode(), report.encode(), at_ms))
 
-    def wait(self, record: Record, written: int, *, rounds: int = 1, attempts: int = 4) -> Record:
+    def wait(
+        self, record: Record, written: int, *, rounds: int = 1, attempts: int = 4, failures: bytes = b""
+    ) -> Record:
         number = int((record.header(ORIGIN) or b"").rpartition(b":")[2])
         due, why, source = NOW + 5000 * rounds, "whsec_abc is busy", f"orders:0:{number}"
         state = RetryState(
             "shop", "billing", attempts, rounds, NOW + 10, due, "http_503", why, source, record.timestamp
         )
-        return wrap(record, state, NOW + written)
+        return wrap(record, state, NOW + written, failures)
 
     async def bury(self, record: Record, written: int, **said: object) -> ActedUpon:
         usual: dict[str, object] = {
@@ -298,6 +306,41 @@ async def test_a_failure_after_the_delivery_is_no_failed_attempt_of_it(history: 
     assert [moment.what for moment in told.history] == ["delivered", "dead"]
 
 
+async def test_each_attempt_is_told(history: History, capsys: pytest.CaptureFixture[str]) -> None:
+    """Broken: a customer is told that their server failed, but not when; or an attempt is told twice, or one that never was."""
+    await history.accept("first")
+    await history.report("expel", "shop", "delivered", 0, "billing", failures="")
+    told = await billing_of(history, "first")
+    assert (told.history[0].text, len(told.history)) == ("delivered (2xx) at the first attempt", 1)
+    await history.accept("second")
+    await history.report("expel", "shop", "delivered", 1, "billing", failures=f"{NOW + 900}:http_503")
+    told = await billing_of(history, "second")
+    assert [(one.what, one.at) for one in told.history] == [
+        ("attempt", format_time(NOW + 900)),
+        ("delivered", format_time(NOW + 1000)),
+    ]
+    assert told.now == f"delivered (2xx), after 1 attempt that failed, reported {format_time(NOW + 1000)}"
+    third = await history.accept("third")
+    once = pack_attempts([FailedAttempt(NOW + 20, "timeout"), FailedAttempt(NOW + 90, "http_503")])
+    await history.write("penstock.retry-in", history.wait(third, 100, attempts=2, failures=once))
+    await history.write("shop.retry", history.wait(third, 200, attempts=2, failures=once))
+    await history.report("expel", "shop", "retrying", 2, "billing")
+    seconds = (NOW + 7000) // 1000 * 1000
+    await history.report("expel", "shop", "delivered", 2, "billing", NOW + 9000, failures=f"{seconds}:partial")
+    told = await billing_of(history, "third")
+    whats = ["attempt", "attempt", "handed_over", "due", "attempt", "delivered"]
+    assert [one.what for one in told.history] == whats
+    assert [one.reason for one in told.history if one.what == "attempt"] == ["timeout", "http_503", "partial"]
+    assert "after 3 attempts that failed" in told.now
+    assert told.history[4].at == format_time(seconds).replace(".000Z", "Z"), "only the second is known"
+    print_events((await story_of(history, "third")).events)
+    assert "attempt failed: timeout" in capsys.readouterr().out
+    dead = await history.accept("dead")
+    await history.bury(dead, 300, attempts=2, failures=once + b",nonsense")
+    told = await billing_of(history, "dead")
+    assert [one.what for one in told.history] == ["attempt", "attempt", "dead"]
+
+
 async def test_an_open_circuit_breaker_is_no_failed_attempt(history: History) -> None:
     """Broken: attempts that nobody made are told to the owner of a receiver as failures of it."""
     event = await history.accept("held")
@@ -328,7 +371,7 @@ async def test_a_delivery_after_a_reset(history: History) -> None:
     await history.broker.admin.set_committed("shop.billing", "orders", {0: 0})
     told = await billing_of(history, "again")
     assert (told.state, [one.what for one in told.history]) == ("delivered", ["delivered", "reset", "delivered"])
-    assert told.now.endswith("delivered again, after the reset")
+    assert told.now.startswith("delivered again (2xx), after the reset, reported ")
 
 
 async def test_a_transform_and_a_copy(history: History) -> None:

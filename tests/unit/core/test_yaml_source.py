@@ -26,6 +26,16 @@ def test_lines_of_keys_and_items() -> None:
     assert str(document.problem(("a", "c", 1, "z"), "no")) == "f.yaml:5: a.c.1.z: no"
 
 
+def test_lines_of_a_text() -> None:
+    """Broken: the third line of a query is looked for in the third line of the file, or where `sql:` stands."""
+    text = "a:\n  sql: |\n    SELECT\n\n    FORM s\n  one: SELECT 1\n  folded: >\n    a\n    b\n"
+    document = parse_yaml(text, FILE)
+    assert document.problem(("a", "sql"), "no", 3).where == "f.yaml:5"
+    assert document.problem(("a", "sql"), "no").where == "f.yaml:2"
+    assert document.problem(("a", "one"), "no", 1).where == "f.yaml:6"
+    assert document.problem(("a", "folded"), "no", 2).where == "f.yaml:7", "its lines are not those of the file"
+
+
 def test_duplicate_keys_all_named() -> None:
     """Broken: of two `url:` the last wins silently, and events go to the wrong place."""
     assert mistakes("a: 1\nb:\n  c: 1\n  c: 2\na: 3\n") == [

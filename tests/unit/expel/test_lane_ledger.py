@@ -15,6 +15,7 @@ from services.core.broker.errors import UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.broker.retry import AppendPolicy
+from services.core.failed_attempts import FailedAttempt, parse_attempts
 from services.core.ledger.report import TELEMETRY, Report, decode_report, unpack_numbers
 from services.core.retry_state import RetryState, wrap
 from services.core.topic_names import RETRY_IN
@@ -65,12 +66,18 @@ class Desk:
 
 @asynccontextmanager
 async def run_lane(
-    answer: Failure | None = None, *, count: int = 30, blocked: bool = False, handed_over: Sequence[int] = ()
+    answer: Failure | None = None,
+    *,
+    count: int = 30,
+    blocked: bool = False,
+    handed_over: Sequence[int] = (),
+    recovers: bool = False,
 ) -> AsyncIterator[Desk]:
-    """Drained at the end. answer: to events with even numbers, the others are taken. handed_over: by who died before."""
+    """Drained at the end. answer: to events with even numbers, the others are taken. handed_over: by who died before. recovers:
+    the answer is that to the first attempt only."""
 
     def decide(delivery: Delivery) -> Outcome:
-        if answer is None:
+        if answer is None or (recovers and delivery.attempts):
             return None
         numbers = [int(one[1:]) for one in delivery.ids]
         return {index: answer for index, number in enumerate(numbers) if number % 2 == 0}
@@ -88,7 +95,7 @@ async def run_lane(
         broker.stored[TopicPartition(RETRY_IN, 0)].append(wrap(event(number), state, now))
     async with Producer(broker.appender, policy=QUICK) as producer, Producer(telemetry, policy=QUICK) as telling:
         meter = LaneMetrics("late", "hook", ledger=open_ledger(telling, broker))
-        shape = make_shape(retry=RetryLimits(1, 0.01, 0.02, uses_retry_topic=True), schedule=(1.0,))
+        shape = make_shape(retry=RetryLimits(1 + recovers, 0.01, 0.02, uses_retry_topic=True), schedule=(1.0,))
         throttle = SendThrottle("late", "hook", sheds=True)
         dispatchers = list[Dispatcher]()
 
@@ -162,6 +169,24 @@ async def test_what_went_elsewhere_is_told_as_that() -> None:
         assert (desk.told("retrying"), desk.told("delivered"), desk.told("dead")) == (set(), odds, evens)
         since = [one.due for report in desk.reports() for one in report.sets if one.outcome == "dead"]
         assert all(due is not None and now - 60 < due[0] < now + 60 for due in since)
+
+
+async def test_failed_attempts_before_a_delivery_are_told_with_it() -> None:
+    """Broken: nobody knows when a receiver refused an event that it accepted later, or it is blamed for one that it accepted."""
+    began = int(time.time() * 1000)
+    async with run_lane(BUSY, recovers=True) as desk:
+        await wait_until(lambda: desk.committed() == 29)
+        assert desk.told("delivered") == set(range(30))
+    found: dict[int, list[FailedAttempt]] = {}
+    for report in desk.reports():
+        assert report.failures is not None
+        delivered = {n for one in report.sets if one.outcome == "delivered" for n in unpack_numbers(one.numbers)}
+        for one in report.failures:
+            assert delivered >= set(unpack_numbers(one.numbers))
+            found |= dict.fromkeys(unpack_numbers(one.numbers), parse_attempts(one.failures))
+    assert found.keys() == set(range(0, 30, 2))
+    assert {attempt.reason for attempts in found.values() for attempt in attempts} == {"http_503"}
+    assert all(began <= attempt.at_ms <= time.time() * 1000 for (attempt,) in found.values())
 
 
 async def test_what_a_predecessor_handed_over_is_told() -> None:

@@ -9,7 +9,8 @@ import pytest
 from services.core import dead_letter
 from services.core.broker.errors import RecordTooLarge, Unavailable
 from services.core.broker.record import Record, TopicPartition
-from services.core.retry_state import RetryState, unwrap, wrap
+from services.core.failed_attempts import FailedAttempt, pack_attempts, parse_attempts
+from services.core.retry_state import FAILURES, RetryState, unwrap, wrap
 from services.expel import throttle
 from services.expel.delivery import Delivery
 from services.expel.retry_policy import JITTER, Failure, Outcome, RetryLimits
@@ -32,10 +33,10 @@ def broker() -> FakeBroker:
     return FakeBroker({"s": 1, "late.dead": 1, "late.retry": 1, "penstock.retry-in": 1})
 
 
-def returned(number: int, destination: str = "hook", **changes: object) -> Record:
+def returned(number: int, destination: str = "hook", failures: bytes = b"", **changes: object) -> Record:
     """An event as the retrier gives it back."""
     state = RetryState("late", destination, 3, 1, 77, 88, "http_503", "busy", f"s:0:{number}", 0)
-    return wrap(make_record(number), replace(state, **changes), 99)  # type: ignore[arg-type]
+    return wrap(make_record(number), replace(state, **changes), 99, failures)  # type: ignore[arg-type]
 
 
 def settled(broker: FakeBroker, source: TopicPartition) -> int:
@@ -117,7 +118,11 @@ async def test_duplicates_are_sent_once_and_redeliveries_again(broker: FakeBroke
 
 async def test_counts_go_on_and_end_in_dead_letters(broker: FakeBroker) -> None:
     """If it fails, events circle for ever, or their letters tell a wrong story."""
-    broker.stored[BACK] += [returned(7, attempts=3, rounds=1), returned(8, attempts=6, rounds=2)]
+    known = [FailedAttempt(70, "timeout")]
+    broker.stored[BACK] += [
+        returned(7, attempts=3, rounds=1),
+        returned(8, failures=pack_attempts(known), attempts=6, rounds=2),
+    ]
     async with run_lane([], lambda _d: BUSY, broker=broker, **WITH_RETRY_TOPIC):  # type: ignore[arg-type]
         await wait_until(lambda: settled(broker, BACK) == 1)
     (state,) = states(broker.stored[RETRY_IN])
@@ -129,6 +134,12 @@ async def test_counts_go_on_and_end_in_dead_letters(broker: FakeBroker) -> None:
     assert letter.header(dead_letter.FIRST_FAILURE) == b"77"
     assert letter.header(dead_letter.SOURCE) == b"s:0:8"
     assert dead_letter.strip(letter) == make_record(8)
+    failed = parse_attempts(letter.header(dead_letter.FAILURES))
+    assert failed[0] == known[0]
+    assert [one.reason for one in failed[1:]] == ["http_503"] * 3
+    assert failed[1].at_ms <= failed[2].at_ms <= failed[3].at_ms <= letter.timestamp
+    (waiting,) = broker.stored[RETRY_IN]
+    assert [one.reason for one in parse_attempts(waiting.header(FAILURES))] == ["http_503"] * 3
 
 
 async def test_what_is_refused_for_good_is_not_tried_for_days(broker: FakeBroker) -> None:

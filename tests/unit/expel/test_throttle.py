@@ -3,6 +3,7 @@
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -21,6 +22,7 @@ from services.expel.throttle import (
     ROUND_S,
     WINDOW_S,
     CircuitBreaker,
+    FailureNotice,
     SendThrottle,
     SlowStart,
 )
@@ -444,6 +446,32 @@ def test_the_log_says_what_a_probe_proved(clock: Clock, outcome: Outcome, said: 
     (found,) = logs
     assert (throttle.state, found["event"], found.get("reason")) == ("closed", "breaker_closed", said[1])
     assert said[0] in found["hint"]
+
+
+def test_a_destination_that_begins_to_fail_is_named_and_when_it_recovers(clock: Clock) -> None:
+    """Broken: with few events nothing says that a receiver fails; or one that fails now and then fills the log."""
+    throttle = SendThrottle("p", "d", clock=clock)
+
+    def send(outcome: Outcome, wait: float = 0.0) -> list[tuple[str, str | None]]:
+        clock.now += wait
+        with capture_logs() as logs:
+            throttle.begin(request := Request(0, (b"", b"")))  # type: ignore[arg-type]
+            throttle.end(request, outcome)  # type: ignore[arg-type]
+            throttle.update_gauge()
+        return [(log["event"], log.get("reason")) for log in logs]
+
+    assert send(None) == []
+    assert send(fail_by_status(503)) == [("destination_fails", "http_503")]
+    assert send(fail_by_status(503), 1) == []
+    assert send(None, 0.5) == [], "it may fail again at once"
+    clock.now += FailureNotice.QUIET_S
+    with capture_logs() as logs:
+        throttle.update_gauge()
+    assert [log["event"] for log in logs] == ["destination_recovered"]
+    assert send(fail_by_status(503), 1) == [], "it was named less than a minute ago"
+    assert send(None, FailureNotice.QUIET_S) == [], "and its recovery is no news either"
+    assert send({1: fail_by_status(404)}, FailureNotice.AGAIN_S) == [("destination_fails", "http_404")]
+    assert send(replace(fail_by_status(503), ours=True), FailureNotice.AGAIN_S) == []
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -12,7 +12,7 @@ from rich.console import Console
 from standardwebhooks import Webhook
 
 from services.core.signing import SigningKey
-from services.fleet.receiver import Received, Receiver, read_body, serve_receiver
+from services.fleet.receiver import Received, Receiver, serve_receiver
 from services.fleet.verbs import listen
 
 SECRET = "whsec_" + base64.b64encode(b"k" * 32).decode()
@@ -85,7 +85,8 @@ async def test_token(headers: dict[str, str], status: int) -> None:
 def test_a_file_gets_whole_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: the output in a file lacks the ends of long events, or all but three events of a request."""
     events = [{"id": str(number), "data": {"pad": "x y " * 100, "end": number}} for number in range(5)]
-    received = Received("msg_1", events, events, None, 0.0, True)
+    texts = [json.dumps(event, separators=(",", ":")).encode() for event in events]
+    received = Received("msg_1", events, events, None, 0.0, True, texts)
     printed: list[str] = []
     for is_terminal in (False, True):
         console = Console(file=io.StringIO(), width=80, soft_wrap=True, force_terminal=is_terminal, color_system=None)
@@ -116,9 +117,26 @@ async def test_plays_a_bad_one() -> None:
         ("application/x-ndjson", b'{"a":1}\n{"a":2}\n', [{"a": 1}, {"a": 2}]),
     ],
 )
-def test_every_body_format(kind: str, body: bytes, expected: list[dict[str, Any]]) -> None:
+async def test_every_body_format(kind: str, body: bytes, expected: list[dict[str, Any]]) -> None:
     """Broken: a destination with another body looks as if nothing arrived."""
-    assert read_body(kind, body) == expected
+    told: list[Received] = []
+    receiver = Receiver(on_request=told.append)
+    assert await post(receiver, body, **{"Content-Type": kind}) == 204
+    (one,) = told
+    assert (one.new, [json.loads(text) for text in one.texts]) == (expected, expected)
+
+
+async def test_events_are_shown_as_they_were_received(capsys: pytest.CaptureFixture[str]) -> None:
+    """Broken: a person sees 24.4 where the receiver got 24.40, and searches for the digits that were never lost."""
+    body = b'[{"specversion":"1.0","id":"1","data":{"a":24.40,"b":1e2,"c":"\\u00e4"}},\n{"amount": 12345678901234567890.10}]'
+    told: list[Received] = []
+    assert await post(Receiver(on_request=told.append), body) == 204
+    listen._print_json(told[0])
+    printed = capsys.readouterr().out
+    assert '"data":{"a":24.40,"b":1e2,"c":"\\u00e4"}' in printed
+    assert '"event":{"amount": 12345678901234567890.10}' in printed
+    assert len(printed.splitlines()) == 2
+    assert listen._shown(told[0].new[0], told[0].texts[0]) == '1  {"a":24.40,"b":1e2,"c":"\\u00e4"}'
 
 
 async def test_memory_of_ids_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

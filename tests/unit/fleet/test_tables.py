@@ -158,7 +158,7 @@ def status(names: Names) -> Shown:
     }
     paused = {"since": "2026-11-21T08:00:00Z", "by": "ann", "because": "they move", "parked": 12}
     transform |= {"lag_records": 123_456, "lag_out_ms": LAGS, "paused": paused}
-    transform |= {"mode": "micro-batch", "why": "deduplication"}
+    transform |= {"mode": "micro-batch", "why": "batch_timeout"}
     destination = {
         "pipe": names.pipe,
         "destination": names.destination,

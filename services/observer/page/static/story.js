@@ -41,6 +41,10 @@ function drawEvent(event) {
       ...(pipe.transform ? [transform(pipe.transform)] : []), ...pipe.destinations.map(lane))));
 }
 
+function isReported(pipe) {
+  return Boolean(pipe.transform?.at) || pipe.destinations.some((one) => one.history.some((moment) => ["delivered", "reported"].includes(moment.what)));
+}
+
 function notes(said) {
   const partly = said.searched.topics.filter((topic) => !topic.complete);
   const lines = partly.map((topic) => `${topic.topic} was searched ${topic.back_to ? `back to ${topic.back_to}` : "in part"}; older records may exist.`);
@@ -48,6 +52,7 @@ function notes(said) {
   if (named && !said.searched.reports_complete) {
     lines.push("The reports of this time are not stored any more, or were not read in full. Deliveries may be unknown.");
   }
+  if (said.events.some((event) => event.pipes.some(isReported))) lines.push("A reported time is about a second after the answer, at most.");
   return lines.map((line) => element("p", { class: "hint" }, line));
 }
 

@@ -243,7 +243,10 @@ async def test_processes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             f'[{{"targets": ["{good}"], "labels": {{"component": "expel", "process": "expel-1"}}}},'
             f'{{"targets": ["{dead}"], "labels": {{"component": "ingest", "process": "ingest-1"}}}}]'
         )
-        facts = await look(Where(tmp_path / "absent", targets=str(tmp_path / "t.json")))
+        shown: list[list[str]] = []
+        where = Where(tmp_path / "absent", targets=str(tmp_path / "t.json"))
+        facts = await look(where, lambda waiting: shown.append([*waiting]))
+    assert shown == [["the processes"], []], "a person who waits sees for what"
     found = diagnose(facts, CHECKS)
     assert [cause.finding.what for cause in found.causes] == ["ingest-1 is dead."]
     assert {text.partition(":")[0] for text in found.unknown} == {"the pipe file", "the broker", "the observer"}
