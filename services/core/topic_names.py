@@ -52,6 +52,10 @@ def delay_topic(seconds: int) -> str:
     return f"{RESERVED}.delay-{seconds}s"
 
 
+RETRIER_TOPICS = (RETRY_IN, *map(delay_topic, DELAYS_S))
+"""The topics that the group of the global retriers reads."""
+
+
 def is_of_retrier(topic: str) -> bool:
     """Whether events in this topic wait with the global retrier, or were written by it."""
     return topic == RETRY_IN or topic.startswith(f"{RESERVED}.delay-") or topic.endswith(".retry")

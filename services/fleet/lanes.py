@@ -6,10 +6,8 @@ from services.core.broker.record import TopicPartition
 from services.core.dead_letter import Position
 from services.core.pipes import PipeFile, is_retried
 from services.core.topic_names import (
-    DELAYS_S,
     RETRIER_GROUP,
-    RETRY_IN,
-    delay_topic,
+    RETRIER_TOPICS,
     delivery_group,
     delivery_topics,
     lane_name,
@@ -54,7 +52,7 @@ class Lane:
 
 
 _PIPE, _, _DESTINATION = RETRIER_GROUP.partition(".")
-RETRIER = Lane(_PIPE, _DESTINATION, (), retries=False, waiting=(RETRY_IN, *map(delay_topic, DELAYS_S)))
+RETRIER = Lane(_PIPE, _DESTINATION, (), retries=False, waiting=RETRIER_TOPICS)
 """The group of the global retriers. No pipe can have its name."""
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,8 @@ from services.core.pipes import PipeFile, needs_retrier
 from services.core.scrape import Sample, scrape
 from services.core.times import format_time
 from services.core.topic_names import (
-    DELAYS_S,
     RETRIER_GROUP,
-    RETRY_IN,
-    delay_topic,
+    RETRIER_TOPICS,
     delivery_group,
     delivery_topics,
     lane_name,
@@ -196,7 +194,7 @@ async def _read_pauses(broker: Broker | None, pipes: PipeFile) -> Mapping[str, P
 async def _retrier(reading: StatusReading, broker: Broker | None) -> dict[str, Any]:
     """The events that wait in the global retrier. next_due_ms: until the first event that it has read ahead is due."""
     sample = reading.sample
-    waiting, _ = await _group_lag(broker, RETRIER_GROUP, [RETRY_IN, *map(delay_topic, DELAYS_S)])
+    waiting, _ = await _group_lag(broker, RETRIER_GROUP, RETRIER_TOPICS)
     next_due = sample.total("penstock_retrier_next_due_timestamp_seconds")
     return {
         "up": bool(sample.total("penstock_retrier_up")),
@@ -209,7 +207,7 @@ async def _retrier(reading: StatusReading, broker: Broker | None) -> dict[str, A
     }
 
 
-async def _group_lag(broker: Broker | None, group: str, topics: list[str]) -> tuple[int | None, int | None]:
+async def _group_lag(broker: Broker | None, group: str, topics: Sequence[str]) -> tuple[int | None, int | None]:
     """(records behind, age in ms of the oldest of them); None when the broker does not answer."""
     if broker is None:
         return None, None

@@ -58,6 +58,7 @@ def _remove_left(parent: Path, prefix: str) -> None:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                (folder / _LOCK).lstat()  # its process may have kept it just now
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Collection
+from typing import NoReturn
 
 import structlog
 
@@ -11,7 +12,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.ledger.report import TELEMETRY
-from services.core.lifecycle import wait_for_stop
+from services.core.lifecycle import run_until, wait_for_stop
 from services.core.provision import require_safe_topics
 from services.ingest.intake import Intake
 
@@ -47,14 +48,18 @@ class Probe:
         return None
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Until `stopping` is set. Logs each change once. Raises BadConfiguration for a stream that could lose events."""
-        while not stopping.is_set():
+        """Until `stopping` is set; a check under way is abandoned, because a first one may take longer than the drain. Logs each
+        change once. Raises BadConfiguration, in a group, for a stream that could lose events."""
+        await run_until(stopping, self._keep_checking())
+        self._reason = "stopping"
+
+    async def _keep_checking(self) -> NoReturn:
+        while True:
             reason = await self._check_all()
             if reason != self._reason:
                 log.info("ready") if reason is None else log.warning("not_ready", reason=reason)
             self._reason = reason
-            await wait_for_stop(stopping, UNREADY_EVERY_S if reason is not None else READY_EVERY_S)
-        self._reason = "stopping"
+            await asyncio.sleep(UNREADY_EVERY_S if reason is not None else READY_EVERY_S)
 
     async def _check_all(self) -> str | None:
         reasons = await asyncio.gather(*(self._check(intake) for intake in self._intakes))

@@ -1,5 +1,6 @@
 """The temporary folders of `penstock try`, `check` and `demo`."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -38,3 +39,18 @@ def test_a_killed_process_leaves_nothing_for_long(tmp_path: Path, monkeypatch: p
         assert held.is_dir(), "of another kind"
     with temporary_folder("try") as mine:
         assert {path for path in tmp_path.iterdir() if path.name.startswith("penstock-")} == {other, kept.folder, mine}
+
+
+def test_what_is_kept_while_another_looks_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: the logs of a demo that failed are gone, because another demo began in that moment."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    failed, lock = TemporaryFolder("demo"), fcntl.flock
+
+    def keep_first(descriptor: int, how: int) -> None:
+        if how & fcntl.LOCK_NB:
+            failed.keep()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", keep_first)
+    with temporary_folder("demo"):
+        assert failed.folder.is_dir()

@@ -72,3 +72,22 @@ async def test_readiness_follows_the_broker(monkeypatch: pytest.MonkeyPatch) -> 
             stopping.set()
         assert probe.reason == "stopping"
     assert set(answers.asked) == {"one", "two"}
+
+
+async def test_a_stop_does_not_wait_for_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: an ingest that is stopped while a slow broker answers its first check outlasts its drain time, and is killed."""
+    answers, stopping, asked = Answers(), asyncio.Event(), asyncio.Event()
+
+    async def hang(_: Collection[str]) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(answers, "check_durability", hang)
+    monkeypatch.setattr(probe_module, "FIRST_S", 3600.0)
+    async with Producer(MemoryAppender()) as producer, asyncio.timeout(40):
+        probe = Probe(cast("Broker", answers), producer, [Intake("one", Stream(), producer.rotate_keyless)])
+        running = asyncio.create_task(probe.run(stopping))
+        await asked.wait()
+        stopping.set()
+        await running
+    assert probe.reason == "stopping"

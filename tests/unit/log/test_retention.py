@@ -1,6 +1,8 @@
 """Retention removes what is old, nothing else, and never in silence."""
 
+import errno
 import fcntl
+import os
 from pathlib import Path
 
 import apsw
@@ -12,6 +14,7 @@ from services.core.broker.errors import OffsetOutOfRange, Unavailable
 from services.core.broker.log import retention, sqlite_file
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.groups import GroupPosition, GroupsFile
+from services.core.broker.log.high_water_marks import HighWaterMarks
 from services.core.broker.log.repair import verify
 from services.core.broker.log.retention import apply_retention_once, enforce, read_clock
 from services.core.broker.log.topic_reader import TopicReader
@@ -97,9 +100,10 @@ def test_a_clock_set_back_keeps_the_order_of_arrival_times(tmp_path: Path) -> No
 
 
 def test_a_pass_goes_over_all_topics_and_survives_a_damaged_one(tmp_path: Path) -> None:
-    """If it fails, one damaged topic lets all others grow until the disk is full."""
+    """If it fails, one damaged topic lets all others grow until the disk is full; or one that is being created looks damaged."""
     folder, clock = make_topic(tmp_path, retention_ms=1000), SetClock()
     (folder.topics / "broken.db").write_bytes(b"x" * 5000)
+    HighWaterMarks.create(folder.topic("new").marks, b"n" * 16, [0])
     store(folder, 0, records(0, 10), clock)
     store(folder, 0, records(10, 10), clock)
     clock.now += 5000
@@ -107,6 +111,20 @@ def test_a_pass_goes_over_all_topics_and_survives_a_damaged_one(tmp_path: Path) 
         assert apply_retention_once(folder, clock)
     assert numbers(folder, start=10) == list(range(10, 20))
     assert [line["topic"] for line in logs if line["event"] == "retention_failed"] == ["broken"]
+
+
+def test_a_pass_that_fails_as_a_whole_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a process that has no file descriptor left for a moment never applies retention again, and says nothing."""
+    folder, clock = make_topic(tmp_path), SetClock()
+
+    def fail(_: DataFolder) -> list[str]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch, capture_logs() as logs:
+        patch.setattr(retention, "topic_names", fail)
+        assert not apply_retention_once(folder, clock)
+    assert [line["event"] for line in logs] == ["retention_failed"]
+    assert apply_retention_once(folder, clock)
 
 
 def test_a_first_pass_survives_a_topic_whose_rows_cannot_be_read(tmp_path: Path) -> None:

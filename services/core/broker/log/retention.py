@@ -18,6 +18,7 @@ import asyncio
 import fcntl
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -27,7 +28,7 @@ from zlib import crc32
 import msgspec
 import structlog
 
-from services.core.broker.errors import BrokerError, Unavailable
+from services.core.broker.errors import BrokerError, Unavailable, UnknownTopic
 from services.core.broker.log.clock import WallClock, boot_id, boot_ms
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.groups import first_unread
@@ -48,27 +49,36 @@ log = structlog.get_logger()
 
 
 async def run_retention(folder: DataFolder, clock: WallClock, interval: float) -> None:
-    """Every `interval` seconds apply each topic's retention, unless another process does. Runs until cancelled."""
+    """Every `interval` seconds apply each topic's retention, unless another process does. Runs until cancelled, and then ends
+    a pass under way early: afterwards nothing uses the folder."""
     await asyncio.sleep(interval * random.random())  # noqa: S311 - spreads the processes of a fleet, no secret
+    stop = threading.Event()
     while True:
-        await asyncio.to_thread(apply_retention_once, folder, clock)
+        applying = asyncio.ensure_future(asyncio.to_thread(apply_retention_once, folder, clock, stop))
+        try:
+            await asyncio.shield(applying)
+        finally:
+            stop.set()
+            await asyncio.wait({applying})
+        stop.clear()
         await asyncio.sleep(interval)
 
 
-def apply_retention_once(folder: DataFolder, clock: WallClock) -> bool:
-    """One pass; False when another process does one. A topic that fails is logged and tried again at the next pass."""
+def apply_retention_once(folder: DataFolder, clock: WallClock, stop: threading.Event | None = None) -> bool:
+    """One pass; False when another process does one, or when it failed as a whole. What fails is logged and tried again at the
+    next pass. stop: when it is set, the rest is left to the next pass."""
     try:
         fd = os.open(folder.root / "keeper.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        log.warning("retention_failed", folder=str(folder.root), error=str(error))
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _enforce_all(folder, clock)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _enforce_all(folder, clock, stop or threading.Event())
+        finally:
+            os.close(fd)
     except BlockingIOError:
         return False
-    finally:
-        os.close(fd)
+    except OSError as error:  # e.g. no file descriptor is left
+        log.warning("retention_failed", folder=str(folder.root), error=str(error))
+        return False
     return True
 
 
@@ -93,11 +103,15 @@ def held_off(folder: DataFolder) -> Iterator[None]:
         os.close(fd)
 
 
-def _enforce_all(folder: DataFolder, clock: WallClock) -> None:
+def _enforce_all(folder: DataFolder, clock: WallClock, stop: threading.Event) -> None:
     now_ms = read_clock(folder, clock)
     for topic in topic_names(folder):
+        if stop.is_set():
+            return
         try:
-            removed = enforce(folder, topic, now_ms)
+            removed = enforce(folder, topic, now_ms, stop)
+        except UnknownTopic:  # it was deleted meanwhile, or is not there yet
+            continue
         except BrokerError as error:
             log.warning("retention_failed", topic=topic, error=str(error))
             continue
@@ -105,10 +119,10 @@ def _enforce_all(folder: DataFolder, clock: WallClock) -> None:
             log.info("retention_removed", topic=topic, records=sum(removed.values()))
 
 
-def enforce(folder: DataFolder, topic: str, now_ms: int) -> dict[int, int]:
+def enforce(folder: DataFolder, topic: str, now_ms: int, stop: threading.Event | None = None) -> dict[int, int]:
     """Apply the topic's retention; gives the number of removed records of each partition that lost any.
 
-    now_ms: the time of `read_clock`. Raises UnknownTopic, DataDamaged, Unavailable.
+    now_ms: the time of `read_clock`. stop: as in `apply_retention_once`. Raises UnknownTopic, DataDamaged, Unavailable.
     """
     removed: dict[int, int] = {}
     with closing(TopicStore.open(folder, topic)) as store, classified(topic):
@@ -119,12 +133,13 @@ def enforce(folder: DataFolder, topic: str, now_ms: int) -> dict[int, int]:
             start = _find_start(store, partition, head, unread[partition], now_ms)
             if start > head.start:
                 removed[partition] = start - head.start
-                remove_before(store, partition, start)
+                remove_before(store, partition, start, stop)
     return removed
 
 
-def remove_before(store: TopicStore, partition: int, start: int) -> None:
-    """Remove all records below offset `start`. Readers see it at once; the rows are deleted in small transactions."""
+def remove_before(store: TopicStore, partition: int, start: int, stop: threading.Event | None = None) -> None:
+    """Remove all records below offset `start`. Readers see it at once; the rows are deleted in small transactions, by the next
+    call that removes more where `stop` is set."""
 
     def advance() -> None:
         head = store.heads()[partition]
@@ -132,7 +147,8 @@ def remove_before(store: TopicStore, partition: int, start: int) -> None:
 
     store.transact(advance, lambda _: {}, 0)
     while store.transact(lambda: _delete_some(store, partition, start), lambda _: {}, 0):
-        pass
+        if stop is not None and stop.is_set():
+            return
 
 
 def _find_start(store: TopicStore, partition: int, head: Head, unread: int | None, now_ms: int) -> int:

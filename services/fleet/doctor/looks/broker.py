@@ -21,12 +21,10 @@ from services.core.pipes import PipeFile
 from services.core.provision import wanted_topics
 from services.core.topic_names import (
     AUDIT,
-    DELAYS_S,
     RETRIER_DEAD,
     RETRIER_GROUP,
-    RETRY_IN,
+    RETRIER_TOPICS,
     dead_letter_topic,
-    delay_topic,
     delivery_group,
     delivery_topics,
     lane_name,
@@ -146,7 +144,7 @@ def groups_of(pipes: PipeFile) -> list[GroupTopic]:
             *([retry_topic(name)] if destination.webhook is not None else []),
         )
     ]
-    return [*found, *((RETRIER_GROUP, topic) for topic in (RETRY_IN, *map(delay_topic, DELAYS_S)))]
+    return [*found, *((RETRIER_GROUP, topic) for topic in RETRIER_TOPICS)]
 
 
 async def _read_pauses(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
