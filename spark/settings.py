@@ -73,12 +73,13 @@ class TransformSettings(Settings):
     )
     executors: Annotated[str, _valid(parse_executors)] = Field(
         "2",
-        description="Executors on a cluster, e.g. 4: asked for when there is work, and kept; or 2-10: idle ones are given back; "
-        "with control_token_file as many as the autoscaler orders.",
+        description="Number of executors on a cluster. E.g. 4: up to 4 are requested when there is work, and kept. E.g. 2-10: at "
+        "least 2, and idle executors are released. With control_token_file: as many as the autoscaler orders.",
     )
     control_token_file: Path | None = Field(
         None,
-        description="A file with a token, not readable by others. Who sends it to the management port may resize executors.",
+        description="A file with a token, not readable by others. A client that sends it to the management port may set the "
+        "number of executors.",
     )
     executor_cores: int = Field(2, ge=1, description="Tasks that an executor runs at once.")
     executor_memory: Annotated[Size, AfterValidator(_enough)] = Field(

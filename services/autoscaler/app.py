@@ -64,10 +64,10 @@ def check_groups(settings: AutoscalerSettings) -> None:
         message = "there are groups and no platform. Try: fleet:///data, aws://region or kubernetes://namespace"
         problems.append(Problem("autoscaler", "group_driver", message))
     if EXECUTORS in settings.groups and settings.transform is None:
-        message = f"the group {EXECUTORS} needs the transform whose executors they are. Try: transform:9100"
+        message = f"the group {EXECUTORS} needs the address of its transform service. Try: transform:9100"
         problems.append(Problem("autoscaler", "transform", message))
     if settings.transform is not None and settings.transform_token_file is None:
-        message = "the transform resizes nothing without its token. Try: the file of its control_token_file"
+        message = "the transform changes its executors only for a client with its token. Try: the file of its control_token_file"
         problems.append(Problem("autoscaler", "transform_token_file", message))
     if problems:
         raise BadConfiguration(problems)

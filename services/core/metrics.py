@@ -51,7 +51,7 @@ SIGNING_KEYS_FAILURES = Counter(
 
 CREDENTIALS_AGE = Gauge(
     "penstock_credentials_age_seconds",
-    "Time since what authenticates us at a receiver last matched its files, by pipe/destination and key of the pipe file.",
+    "Time since a credential for a receiver last matched its files, by pipe/destination and key of the pipe file.",
     ["name", "key"],
 )
 CREDENTIALS_FAILURES = Counter(
@@ -62,8 +62,8 @@ CREDENTIALS_FAILURES = Counter(
 
 CERTIFICATE_EXPIRY = Gauge(
     "penstock_certificate_expiry_timestamp_seconds",
-    "When the certificate in a file of expel expires: of ours the first in the file, of trusted ones the last. By "
-    "pipe/destination and key of the pipe file.",
+    "When a certificate in a file of expel expires: our own, the first in the file; of trusted authorities, the one that "
+    "expires last. By pipe/destination and key of the pipe file.",
     ["name", "key"],
 )
 
@@ -250,7 +250,8 @@ EXPEL_BREAKER = Gauge(
 EXPEL_LANE_EVENTS = Gauge("penstock_expel_lane_events", "Events in flight to a destination.", ["pipe", "destination"])
 EXPEL_LANE_UP = Gauge(
     "penstock_expel_lane_up",
-    "1 while the lane is in its group, also if the broker goes away then. 0 before, or when stopped: paused, a gap, damage.",
+    "1 while the lane is in its group, also while the broker is away. 0 before it joins, while it is paused, and while missing "
+    "or damaged records stop it.",
     ["pipe", "destination"],
 )
 
@@ -348,8 +349,8 @@ TRANSFORM_PAUSED = Gauge(
 )
 TRANSFORM_MODE = Gauge(
     "penstock_transform_mode",
-    "1 for the mode in which the pipe runs: real-time or micro-batch. why: the reason against real-time, in a word, when the "
-    "pipe file leaves the mode open (docs/transforms.md).",
+    "1 for the mode in which the pipe runs: real-time or micro-batch. why: the reason against real-time mode, if the pipe "
+    "file does not set the mode (docs/transforms.md).",
     ["pipe", "mode", "why"],
 )
 

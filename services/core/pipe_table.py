@@ -70,7 +70,7 @@ class Table(StrictModel):
 
     columns: str = Field(
         max_length=20_000,
-        description="Its columns, as Spark DDL. Others are left out. A table with a value that does not fit is not taken over.",
+        description="Its columns, as Spark DDL. Other columns are ignored. Content with a value that does not fit is not used.",
         examples=["id STRING, name STRING"],
     )
     parquet: Annotated[str, AfterValidator(_without_credentials)] | None = Field(

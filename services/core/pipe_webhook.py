@@ -213,7 +213,7 @@ class Webhook(StrictModel):
     )
     tls: Tls | None = Field(
         None,
-        description="For receivers with an own CA, or that ask for a client certificate.",
+        description="For receivers with a private CA, or that require a client certificate.",
         examples=[{"ca": "company-ca.pem"}],
     )
     body: Literal["cloudevents", "json", "ndjson"] = Field(

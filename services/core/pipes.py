@@ -46,8 +46,8 @@ class Stream(StrictModel):
         4,
         ge=1,
         le=1024,
-        description="Partitions of the topic, at least: at most so many instances work at once. Events of one key are in one "
-        "partition. A topic that has more keeps them.",
+        description="The least number of partitions of the topic. It limits the instances that work at once. Events of one key "
+        "are in one partition. A topic that has more partitions keeps them.",
         examples=[8],
     )
     max_partitions: int | None = Field(
@@ -150,7 +150,7 @@ class Transform(StrictModel):
     mode: Literal["auto", "micro-batch", "real-time"] = Field(
         "auto",
         description="micro-batch: for every transform. real-time: shorter lag, for stateless SQL on Kafka only. auto: real-time "
-        "where it may be, else micro-batch.",
+        "where possible, else micro-batch.",
     )
     interval: Duration = Field(0.2, description="At most one micro-batch per interval.", examples=["1s"])
     max_events: int = Field(

@@ -225,8 +225,8 @@ class _Search:
         text += f"take over the position of {old}"
         if behind := await self._list_behind(old, lane, topics):
             offsets = " ".join(f"--to-offset {topic}:{partition}:{at}" for topic, partition, at in behind)
-            text += f", which is further back. What lies between was not delivered to {old}. Try: penstock group reset {lane} "
-            text += f"{offsets} before the start, if this one is to get it"
+            text += f", which is further back. The events in between were not delivered to {old}. Try: penstock group reset "
+            text += f"{lane} {offsets} before the start, if this one is to get them"
         return Change("renamed", lane, text, unread)
 
     def _gone_heir(self, lane: str, pipe: str) -> str:

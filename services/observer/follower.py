@@ -381,7 +381,7 @@ class Follower:
             instance=report.instance,
             pipe=report.pipe,
             seconds=round((ahead_ms if ahead_ms > 0 else -late_ms) / 1000),
-            hint="its lags are wrong, and the minutes of an ingest's events. Try: chronyc tracking, there and here",
+            hint="its lags are wrong; of an ingest also the minutes of its events. Try: chronyc tracking, there and here",
         )
 
     async def _pass_time(self) -> None:

@@ -91,7 +91,7 @@ class Watch:
             destination=part,
             missing=missing,
             accepted=row.accepted,
-            hint="the minute was open for too long and was forgotten: nobody knows whether these events are lost. "
+            hint="the minute was open for a day and was given up: it is unknown whether these events are lost. "
             f"Try: penstock status, and GET /v1/pipes/{row.pipe}/health for the reason",
         )
         alarm = unjudged_alarm(verdict)

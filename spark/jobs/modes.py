@@ -111,7 +111,7 @@ def _why_not(
     if not broker.real_time:
         return Reason("broker", "only Kafka can be read in real-time mode")
     if transform.python is not None:
-        return Reason("python", "Spark runs no Python functions in real-time mode. Try: the same as SQL")
+        return Reason("python", "Spark runs no Python functions in real-time mode. Try: write the transform in SQL")
     if transform.deduplicate_within is not None:
         return Reason("deduplication", "deduplicate_within needs micro-batches")
     if not prepared.row_by_row:
@@ -125,7 +125,9 @@ def _why_not(
     if prepared.obstacle:
         return Reason("plan", f"the transform {prepared.obstacle}")
     if slots(settings.master) is None:
-        return Reason("cluster", "a cluster's task slots come and go. Try: mode: real-time, with enough executors")
+        return Reason(
+            "cluster", "the number of task slots of a cluster changes. Try: mode: real-time, with enough executors"
+        )
     return _why_checkpoint_does_not(session, settings, prepared)
 
 

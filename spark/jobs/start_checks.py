@@ -52,7 +52,7 @@ def check_suitability(
         key = ("pipes", each.pipe, "transform")
         text_key = (*key, "python" if each.transform.sql is None else "sql")
         if each.real_time and not broker.real_time:
-            remedy = "real-time mode needs Kafka. Try: mode: micro-batch, or no mode, which takes real-time mode where it may be"
+            remedy = "real-time mode needs Kafka. Try: mode: micro-batch, or mode: auto, which uses real-time mode where possible"
             problems.append(selected.document.problem((*key, "mode"), remedy))
         elif each.real_time:
             needed += broker.count_partitions(session, list(each.views))

@@ -50,7 +50,7 @@ async def apply_layout(
             await resharding.update_count(topic, len(wanted))
         except Throttled as error:
             # The ten updates of the day are used, perhaps by hand. Splits and merges have no such limit.
-            log.warning("update_refused", stream=topic, error=str(error), hint="it goes by splits and merges")
+            log.warning("update_refused", stream=topic, error=str(error), hint="splits and merges are used instead")
         else:
             await accepted()
             await resharding.settled(topic)

@@ -470,7 +470,9 @@ class _LaneTeller:
         if self._event.run is None:
             return "read, and neither waiting nor dead; without an origin no report can name it"
         if self._first("unknown", "expel") is not None:
-            return "settled: a newer Penstock reported an outcome that this one does not know. Try: its penstock event"
+            return (
+                "settled: a newer Penstock reported an outcome that this one does not know. Try: penstock event there"
+            )
         if ("expel", self._name, self._destination) not in self._facts.reports.heard:
             return f"read, and neither waiting nor dead; {_SILENT.format('destination')}"
         if self._starts_late() and self._is_before_start():

@@ -74,7 +74,7 @@ class AwsDriver:
         low, high = found["MinSize"], found["MaxSize"]
         if not low <= size <= high:
             raise Refused(
-                f"Auto Scaling group {group} has from {low} to {high} instances. Try: within these, or others there"
+                f"Auto Scaling group {group} allows {low} to {high} instances, not {size}. Try: other limits there or here"
             )
         if size < seen:
             staying = await self._staying(group, found["Instances"], failed)
