@@ -123,7 +123,13 @@ class SendThrottle:
         if self._breaker.fail(request, is_new=is_new, has_recovered=has_recovered):
             self.shedder.start(self._slow_start.usual, is_new=is_new)
             self._slow_start.stop()
-            log.warning("breaker_open", lane=self._lane, reason=failure.reason, detail=failure.detail)
+            log.warning(
+                "breaker_open",
+                lane=self._lane,
+                reason=failure.reason,
+                detail=failure.detail,
+                hint="its events wait; one request at a time tests whether its receiver is back",
+            )
 
     def start_slowly(self) -> None:
         """A backlog follows: a slow start, as after an outage."""

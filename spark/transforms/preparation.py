@@ -296,7 +296,8 @@ def _locate(problem: str) -> tuple[str, int | None]:
     found = _PLACE.search(problem)
     if found is None:
         return problem, None
-    return f"{problem[: found.start()]}line {found[1]} of the SQL, character {int(found[2]) + 1}", int(found[1])
+    place = f"(line {found[1]} of the SQL, character {int(found[2]) + 1})"
+    return f"{problem[: found.start()].rstrip(' .;')} {place}", int(found[1])
 
 
 _UNRESOLVED = re.compile(r"\[UNRESOLVED_COLUMN.*? with name (\S+) cannot be resolved")

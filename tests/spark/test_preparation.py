@@ -75,7 +75,7 @@ def test_bad_sql(pipeline: LogPipeline, sql: str, said: str) -> None:
         (
             "SELECT event, delay FROM s",
             {"columns": COLUMNS.replace("delay", "d")},
-            "did you mean.*`d`, .*line 1 of the SQL, character 15$",
+            "did you mean.*`d`, .*line 1 of the SQL, character 15[)]$",
         ),
         (
             "SELECT '' AS id, count(*) AS n FROM s GROUP BY window(event_time, '1 minute')",

@@ -297,7 +297,9 @@ class _LaneTeller:
     def _handed_over(self, first: Found, last: Found, state: RetryState, before: int) -> _Step:
         """before: the failed attempts of earlier rounds, as far as they are known. A redrive begins to count again."""
         at_ms, due = first.record.timestamp, format_time(state.due)
-        text = f"{_describe_attempts(state, before)} {_reason(state.reason, state.detail)}; next due {due}"
+        is_open = state.reason == BREAKER_OPEN
+        reason = "the circuit breaker was open" if is_open else _reason(state.reason, state.detail)
+        text = f"{_describe_attempts(state, before)} {reason}; next due {due}"
         moment = Moment(
             at=format_time(at_ms),
             what="handed_over",
@@ -309,11 +311,7 @@ class _LaneTeller:
             due=due,
         )
         since = format_time(state.first_failure)
-        why = (
-            "the circuit breaker was open"
-            if state.reason == BREAKER_OPEN
-            else f"last failure {mask_text(state.reason)}"
-        )
+        why = reason if is_open else f"last failure {mask_text(state.reason)}"
         now = f"waits for another attempt since {since}, next due {due}; {why}"
         return _Step(at_ms, 0, moment, "waiting", now, str(last.position))
 
