@@ -43,6 +43,8 @@ _MOST_DIGITS = 38
 _MORE_DIGITS = 6
 """Behind the declared digits of a DECIMAL: so many are looked at. Later ones are the noise of senders that compute with floats.
 And up to DECIMAL(12,…) what is parsed stays in a machine word."""
+NOISE = 1e-14
+"""Of a number: what a sum of floats may be off by. From about ten million on it is among the digits that are looked at."""
 _TIMES = (DateType, TimestampType, TimestampNTZType)
 _BITS: dict[type[DataType], int] = {ByteType: 8, ShortType: 16, IntegerType: 32, LongType: 64}
 _PLAIN = re.compile(r"\w+", re.ASCII)
@@ -71,6 +73,11 @@ def with_decimals(kind: DataType, *, widened: bool) -> DataType:
             return MapType(kind.keyType, with_decimals(kind.valueType, widened=widened))
         case _:
             return kind
+
+
+def most_noise(kind: DecimalType) -> float:
+    """The most that a number may be off by, whatever its size: the first digit behind the declared ones always counts."""
+    return 0.5 * 10.0 ** -(kind.scale + 1)
 
 
 def explain_mismatch(payload: bytes, columns: StructType) -> str:
@@ -103,25 +110,25 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _find_mismatches(value: Any, kind: DataType, path: str) -> Iterator[tuple[str, DataType, Any]]:
+def _find_mismatches(value: Any, kind: DataType, path: str, depth: int = 0) -> Iterator[tuple[str, DataType, Any]]:
     """(path, declared type, value) of each value that does not fit, in the order of the columns."""
     if value is None:
         return
     if isinstance(kind, StructType) and isinstance(value, dict):
         for field in kind.fields:
-            yield from _find_mismatches(value.get(field.name), field.dataType, _join(path, field.name))
+            yield from _find_mismatches(value.get(field.name), field.dataType, _join(path, field.name), depth + 1)
     elif isinstance(kind, ArrayType) and isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _find_mismatches(item, kind.elementType, f"{path}[{index}]")
+            yield from _find_mismatches(item, kind.elementType, f"{path}[{index}]", depth + 1)
     elif isinstance(kind, MapType) and isinstance(value, dict):
         for key, item in value.items():
-            yield from _find_mismatches(item, kind.valueType, f"{path}[{_quote(key)}]")
-    elif not _fits(value, kind):
+            yield from _find_mismatches(item, kind.valueType, f"{path}[{_quote(key)}]", depth + 1)
+    elif not _fits(value, kind, in_part=depth > 1):
         yield path, kind, value
 
 
-def _fits(value: Any, kind: DataType) -> bool:
-    """Whether Spark parses this value as the type. True when that is not certain."""
+def _fits(value: Any, kind: DataType, *, in_part: bool) -> bool:
+    """Whether Spark parses this value as the type. True when that is not certain. in_part: within a list or an object."""
     is_text = isinstance(value, str) and not isinstance(value, _Number)
     if (bits := _BITS.get(type(kind))) is not None:
         least = -(1 << (bits - 1))
@@ -131,7 +138,7 @@ def _fits(value: Any, kind: DataType) -> bool:
         case FloatType() | DoubleType():
             return isinstance(value, _Number)
         case DecimalType():
-            return isinstance(value, str) and _fits_decimal(value, kind)
+            return isinstance(value, str) and _fits_decimal(value, kind, in_part=in_part)
         case BooleanType():
             return isinstance(value, bool)
         case DateType() | TimestampType() | TimestampNTZType():
@@ -144,7 +151,7 @@ def _fits(value: Any, kind: DataType) -> bool:
             return True
 
 
-def _fits_decimal(text: str, kind: DecimalType) -> bool:
+def _fits_decimal(text: str, kind: DecimalType, *, in_part: bool) -> bool:
     try:
         number = Decimal(text.strip())
     except InvalidOperation:
@@ -155,7 +162,8 @@ def _fits_decimal(text: str, kind: DecimalType) -> bool:
     assert isinstance(widened, DecimalType)
     with localcontext(prec=_EXACT_DIGITS):
         seen = number.quantize(Decimal(1).scaleb(-widened.scale), ROUND_HALF_UP)
-        return seen == seen.quantize(Decimal(1).scaleb(-kind.scale), ROUND_HALF_UP)
+        off = abs(seen - seen.quantize(Decimal(1).scaleb(-kind.scale), ROUND_HALF_UP))
+        return not off or (not in_part and float(off) <= min(float(abs(seen)) * NOISE, most_noise(kind)))
 
 
 def _is_time(text: str) -> bool:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
-from pyspark.sql.types import StringType, StructField, StructType
+from pyspark.sql.types import DecimalType, StringType, StructField, StructType
 
 from services.core import event as names
 from spark.records import EVENT, EVENT_TIME, HEADERS, RAW_NAMES, READ, VALUE
-from spark.transforms.mismatch import explain_mismatch, with_decimals
+from spark.transforms.mismatch import NOISE, explain_mismatch, most_noise, with_decimals
 
 FAILED_CHECK = "_penstock_failed_check"
 """Column: null for an event, else the number of the check that the record fails."""
@@ -113,7 +113,12 @@ def _is_rounded(field: StructField) -> Column | None:
     parsed, back = f.col(_PARSED)[field.name], _as_declared(field).cast(widened)
     if any(kind in field.dataType.simpleString() for kind in ("map<", "variant")):  # Spark compares neither
         return f.to_json(f.struct(parsed.alias("x"))) != f.to_json(f.struct(back.alias("x")))
-    return ~parsed.eqNullSafe(back)
+    differs = ~parsed.eqNullSafe(back)
+    if isinstance(field.dataType, DecimalType):
+        noise = f.abs(parsed - back).cast("double")
+        most = f.least(f.abs(parsed).cast("double") * NOISE, f.lit(most_noise(field.dataType)))
+        return differs & ~f.coalesce(noise <= most, f.lit(False))
+    return differs
 
 
 def _checks(columns: StructType | None) -> list[Check]:

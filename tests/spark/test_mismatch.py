@@ -33,6 +33,7 @@ COLUMNS = (
     .add("sums", t.ArrayType(t.StructType().add("net", t.DecimalType(4, 2))))
     .add("rates", t.MapType(t.StringType(), t.DecimalType(5, 2)))
     .add("huge", t.DecimalType(38, 20))
+    .add("sum", t.DecimalType(18, 2))
     .add("odd name", t.IntegerType())
     .add("id", t.StringType(), nullable=False)
 )
@@ -49,6 +50,8 @@ MISMATCHES: list[tuple[dict[str, Any], str]] = [
     ({"price": 999.999}, "field price: expected DECIMAL(5,2), found the number 999.999"),
     ({"sums": [{"net": 1.5}, {"net": 1e-7}]}, "field sums[1].net: expected DECIMAL(4,2), found the number 1e-07"),
     ({"rates": {"EUR": 1.25, "USD": 1.055}}, "field rates['USD']: expected DECIMAL(5,2), found the number 1.055"),
+    ({"sum": 12345678.9100004}, "field sum: expected DECIMAL(18,2), found the number 12345678.9100004"),
+    ({"sum": "1234567890123456.789"}, "field sum: expected DECIMAL(18,2), found the text '1234567890123456.789'"),
     ({"ratio": "0.5"}, "field ratio: expected DOUBLE, found the text '0.5'"),
     ({"paid": 0}, "field paid: expected BOOLEAN, found the number 0"),
     ({"at": "soon"}, "field at: expected TIMESTAMP, found the text 'soon'"),
@@ -73,6 +76,8 @@ FITTING: list[dict[str, Any]] = [
     },
     {"price": "1.50", "ratio": 1e300, "at": "2026-11-22T08:00:00Z", "day": "2026-11-22", "raw": "aGk="},
     {"tags": ["a", 1, {}], "street2": {"zip": None, "lines": [None, {"n": 1}]}, "prices": {"a": None}, "odd name": 1},
+    {"sum": 12345678.910000011},  # five float errors of such a number
+    {"sum": 99999999999.20003},
     {"qty": None, "unknown": "x", "id": 5},
 ]
 
