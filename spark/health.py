@@ -34,6 +34,8 @@ SLOW = 0.2
 """Share of the time limit after which the pipe is not ready."""
 ANSWER = "answer"
 """As if it was a query, for the watchdog: the pipe's thread, which alone asks, waits for an answer of Java."""
+PLANNING = "planning"
+"""The same: between two batches, Spark asks the source for the next one. That needs no executor."""
 STARTING = "starting"
 """The problem of a query that has neither failed nor completed a trigger. `penstock doctor` knows the word."""
 STANDBY_S = 600.0
@@ -63,7 +65,7 @@ class Watchdog:
     @property
     def at_work(self) -> bool:
         """Whether a query has begun some work. One that has nothing to do only asks Java."""
-        return any(query != ANSWER for query in tuple(self._begun))
+        return any(query not in (ANSWER, PLANNING) for query in tuple(self._begun))
 
     def end(self, query: str) -> None:
         """The query is idle."""

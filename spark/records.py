@@ -63,9 +63,10 @@ Offsets = dict[tuple[str, int], int]
 
 
 def cut_evenly(ranges: Sequence[OffsetRange], events: int) -> Iterator[list[OffsetRange]]:
-    """These ranges in parts of about this number of events. Only where offsets count events."""
+    """These ranges in parts of at most this number of events, or one of each range. Only where offsets count events."""
     waiting = [part for part in ranges if part.start < part.end]
-    size = max(1, events // max(1, len(waiting)))
+    fits = sum(part.end - part.start for part in waiting) <= events
+    size = events if fits else max(1, events // max(1, len(waiting)))
     while waiting:
         yield [part._replace(end=min(part.end, part.start + size)) for part in waiting]
         waiting = [part._replace(start=part.start + size) for part in waiting if part.start + size < part.end]

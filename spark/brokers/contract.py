@@ -343,7 +343,7 @@ def try_in_tasks(frame: DataFrame) -> None:
 
 def is_too_much(error: BaseException) -> bool:
     """Whether the output was too large, rather than wrong."""
-    return any(text in str(error) for text in _TOO_MUCH)
+    return isinstance(error, TooMuch) or any(text in str(error) for text in _TOO_MUCH)
 
 
 def open_spark_broker(url: str) -> SparkBroker:

@@ -14,7 +14,7 @@ from spark.brokers.contract import SparkBroker, TooMuch
 from spark.errors import is_of_spark, shorten
 from spark.java import is_answer
 from spark.jobs.checkpoint import Checkpoint
-from spark.records import RecordOffset
+from spark.records import OffsetRange, RecordOffset, offset_text
 from spark.transforms.preparation import Prepared
 
 SAMPLE = 8
@@ -139,6 +139,16 @@ def ranges_of(records: Sequence[RecordOffset]) -> Part:
         known = found.get((topic, partition))
         found[topic, partition] = PartRange(topic, partition, known.first if known else offset, offset)
     return tuple(found.values())
+
+
+def part_of(ranges: Iterable[OffsetRange]) -> Part:
+    """These ranges, none of which is empty."""
+    return tuple(PartRange(t, p, offset_text(start), offset_text(end - 1)) for t, p, start, end in ranges)
+
+
+def to_ranges(part: Part) -> list[OffsetRange]:
+    """The records of a part, not of the whole batch."""
+    return [OffsetRange(topic, partition, int(first), int(last) + 1) for topic, partition, first, last in part]
 
 
 def within(part: Part) -> str:

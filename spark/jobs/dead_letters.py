@@ -16,10 +16,10 @@ from services.core.dead_letter import MAX_DETAIL, make_dead_letter
 from services.core.event import ID
 from services.core.times import format_time
 from services.core.topic_names import dead_letter_topic
-from spark.brokers.contract import BatchName
+from spark.brokers.contract import BatchName, TooMuch, is_too_much
 from spark.jobs.query import Query
-from spark.records import RecordOffset, from_arrow
-from spark.reports import NODE, BatchReport, Origins, add_outcome, origins_of
+from spark.records import OffsetRange, RecordOffset, from_arrow
+from spark.reports import NODE, BatchReport, Origins, add_outcome, origins_of, union
 from spark.transforms.preparation import Prepared, of_stream
 from spark.transforms.view import FAILED_CHECK, SCHEMA_MISMATCH, TIME
 
@@ -28,6 +28,11 @@ DEAD: Final = "dead"
 """Names the dead letters of records that fail a check."""
 LATE: Final = "late"
 """The reason of late events, and the name of their dead letters."""
+PIECE = 20_000
+"""The most rejected records that the driver holds at once."""
+PIECE_BYTES = 64 << 20
+"""Of all of them. Python needs some five times as much."""
+_CUT_INTO = 16
 _ADDED_BYTES = MAX_DETAIL + 1024
 log = structlog.get_logger()
 
@@ -52,8 +57,8 @@ def reject_as(raw: DataFrame, reason: str, detail: Callable[[RecordOffset], str]
 
 
 def reject_late(raw: DataFrame, watermark: int, batch: int) -> list[Rejected]:
-    """These raw records of a batch with TIME, because of its watermark (ms). Executes the frame."""
-    table: Any = raw.toArrow()
+    """These raw records of a batch with TIME, because of its watermark (ms). Executes the frame. Raises TooMuch."""
+    table = _collect(raw)
     detail = (
         "a result that was open may hold it: "
         f"event time {{}} is before the watermark {format_time(watermark)} of batch {batch}"
@@ -66,19 +71,71 @@ def reject_late(raw: DataFrame, watermark: int, batch: int) -> list[Rejected]:
 
 
 def reject_bad_records(prepared: Prepared, raw: DataFrame) -> list[Rejected]:
-    """The records of a batch that fail a check. Executes the frame."""
+    """The records of a batch that fail a check. Executes the frame. Raises TooMuch."""
     found = []
     for stream, view in prepared.views.items():
-        table: Any = view.bad(view.check(of_stream(prepared, raw, stream))).toArrow()
+        table = _collect(view.bad(view.check(of_stream(prepared, raw, stream))))
         checks = [view.checks[number] for number in table.column(FAILED_CHECK).to_pylist()]
         for (record, source), check in zip(_rows(table), checks, strict=True):
             found.append(Rejected(record, source, check.reason, view.explain(check, record.value or b"")))
     return found
 
 
+def _collect(frame: DataFrame) -> Any:
+    """An Arrow table. Raises TooMuch; the errors of executing the frame."""
+    table: Any = frame.toArrow()
+    if table.nbytes > PIECE_BYTES:
+        raise TooMuch(f"{table.nbytes} bytes of rejected records")
+    return table
+
+
 def _rows(table: Any) -> Iterable[tuple[Record, RecordOffset]]:
     sources = (table.column(name).to_pylist() for name in ("topic", "partition", "offset"))
     return zip(from_arrow(table), map(RecordOffset, *sources), strict=True)
+
+
+def write_in_pieces(
+    query: Query,
+    name: str,
+    epoch: int,
+    whole: Callable[[], Sequence[OffsetRange]],
+    reject: Callable[[Sequence[OffsetRange] | None], list[Rejected]],
+    report: BatchReport,
+    *,
+    events: int,
+    counted: bool = False,
+) -> Origins:
+    """Store the rejected records of a batch as dead letters, unless they were stored before. Returns and adds as
+    `write_dead_letters`.
+
+    events: at most about so many are rejected. reject: those of these ranges, or of the whole batch; executes a frame. whole:
+    the ranges of the batch, asked for only to cut it. The driver holds PIECE records at a time, or fewer where these are too
+    large. A batch is cut by its offsets, and a piece is named by its own: a repeat after a crash cuts the same pieces.
+    Raises the errors of reading and writing.
+    """
+
+    def write(name: str, ranges: Sequence[OffsetRange] | None, events: int) -> Origins:
+        if events <= PIECE:
+            try:
+                found = reject(ranges)
+            except Exception as error:
+                if not is_too_much(error) or (events == 1 and len(ranges or ()) <= 1):
+                    raise
+            else:
+                return write_dead_letters(query, found, name, epoch, report, counted=counted)
+        size = PIECE if events > PIECE else -(-events // _CUT_INTO)
+        if ranges is None or events > 1:
+            parts = query.broker.split_ranges(whole() if ranges is None else ranges, size)
+        else:  # one of each partition
+            parts = iter([[part] for part in ranges])
+        return union(write(f"{name}:{name_ranges(part)}", part, size) for part in parts)
+
+    return write(name, None, events)
+
+
+def name_ranges(ranges: Iterable[OffsetRange]) -> str:
+    """A name for these ranges."""
+    return hashlib.sha256(repr(sorted(map(tuple, ranges))).encode()).hexdigest()[:16]
 
 
 def write_dead_letters(

@@ -28,15 +28,19 @@ from spark.jobs.culprits import (
     fingerprint,
     list_events,
     list_records,
+    part_of,
+    ranges_of,
     within,
 )
 from spark.jobs.dead_letters import (
     DEAD,
     TRANSFORM_ERROR,
+    Rejected,
     bad_records_name,
     reject_as,
     reject_bad_records,
     write_dead_letters,
+    write_in_pieces,
 )
 from spark.jobs.moved_sources import fit_offsets, without_removed
 from spark.jobs.query import BatchHandler, MicroBatchQuery, Query
@@ -108,8 +112,8 @@ class TransformHandler(BatchHandler):
             self._in_metrics.append(gather_origins().alias(ORIGINS))
         self._streak = FailureStreak(query.checkpoint)
         self._stored_behind: StoredBehind | None = None
-        # Several views read the batch, and so does each pass over a deduplicated one: then keep it in memory.
-        self._keep = len(query.prepared.views) > 1 or query.prepared.deduplicates
+        self.keeps = len(query.prepared.views) > 1 or query.prepared.deduplicates
+        """Several views read the batch, and so does each pass over a deduplicated one: then Spark keeps it."""
 
     def process(self, raw: DataFrame, batch_id: int) -> BatchReport:
         """One batch, output and dead letters. Raises TransformBroken, Stopping, the errors of reading and writing."""
@@ -117,7 +121,7 @@ class TransformHandler(BatchHandler):
         if deduplicates:
             checkpoint.check_clock(batch_id)
             raw = sort_by_offset(raw)
-        if not self._keep:
+        if not self.keeps:
             return self._run(raw, batch_id)
         raw.persist()
         try:
@@ -238,8 +242,7 @@ class TransformHandler(BatchHandler):
                     gathered.append((read_origins(values[ORIGINS]), values["events"]))
                 report.read += values["events"]
                 report.lag_in += read_lags(values["lags"])
-            rejected = reject_bad_records(prepared, raw) if bad else []
-            failed.update(write_dead_letters(query, rejected, names.dead, names.output.epoch, report, counted=True))
+            failed.update(self._write_bad_records(raw, batch_id, names, bad, report))
 
         written = query.broker.write(out, output_topic(query.pipe), names.output, wanted, settle_bad)
         ended = time.time_ns() // 1_000_000
@@ -249,6 +252,29 @@ class TransformHandler(BatchHandler):
             add_settled(report, gathered, NO_ORIGINS if numbering else written.origins, [dead or {}, failed])
         if numbering:
             add_accepted(report, written.origins)
+
+    def _write_bad_records(
+        self, raw: DataFrame, batch_id: int, names: _Names, bad: int, report: BatchReport
+    ) -> Origins:
+        """bad: their number. Returns their origins."""
+        query, prepared = self.query, self.query.prepared
+        if not bad:
+            return {}
+
+        def reject(ranges: Sequence[OffsetRange] | None) -> list[Rejected]:
+            return reject_bad_records(prepared, raw if ranges is None else raw.where(within(part_of(ranges))))
+
+        def whole() -> list[OffsetRange]:
+            raw.persist()  # each piece reads it
+            return query.planned_ranges(batch_id)
+
+        try:
+            return write_in_pieces(
+                query, names.dead, names.output.epoch, whole, reject, report, events=bad, counted=True
+            )
+        finally:
+            if not self.keeps:
+                raw.unpersist()
 
     def _numbering(self, batch_id: int, names: _Names) -> OriginNumbering | None:
         """Of new events, with a ledger."""
@@ -288,7 +314,7 @@ class TransformHandler(BatchHandler):
         except Exception as second:
             raise second from error
         finally:
-            if not self._keep:
+            if not self.keeps:
                 raw.unpersist()
         return culprits
 
@@ -299,8 +325,11 @@ class BatchParts:
     def __init__(self, handler: TransformHandler, raw: DataFrame, batch: int) -> None:
         self._handler, self._query, self._raw, self._batch = handler, handler.query, raw, batch
 
+    def _read(self, part: Part) -> DataFrame:
+        return self._raw.where(within(part)) if self._handler.keeps or not part else self._query.read_part(part)
+
     def list_records(self, part: Part) -> Sequence[RecordOffset]:
-        return list_records(self._raw.where(within(part)))
+        return list_records(self._read(part))
 
     def is_stored(self, name: PartName | None) -> bool:
         output = self._handler.names_of(self._batch, name).output
@@ -311,15 +340,15 @@ class BatchParts:
         query = self._query
         work, share = (f"batch {self._batch}", 1.0) if name is None else (f"a part of batch {self._batch}", PART)
         with query.watchdog.watching(query.writer, work, share):
-            report = self._handler.transform(self._raw.where(within(part)), self._batch, name)
+            report = self._handler.transform(self._read(part), self._batch, name)
         query.report(report)
         return report.read > report.dead.total()
 
     def passes(self, record: RecordOffset) -> bool:
-        return self._query.trial(self._raw, [record]) is None
+        return self._query.trial(self._read(ranges_of([record])), [record]) is None
 
     def reject(self, record: RecordOffset, reason: str) -> None:
-        self._handler.reject_culprit(self._raw, record, reason, self._batch)
+        self._handler.reject_culprit(self._read(ranges_of([record])), record, reason, self._batch)
 
 
 def sort_by_offset(raw: DataFrame) -> DataFrame:

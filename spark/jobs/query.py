@@ -15,11 +15,11 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from spark.brokers.contract import SparkBroker
 from spark.figures import QueryFigures
-from spark.health import ANSWER, PART, Watchdog
+from spark.health import ANSWER, PART, PLANNING, Watchdog
 from spark.jobs.attempts import Attempts, Stopping
 from spark.jobs.checkpoint import Checkpoint
-from spark.jobs.culprits import try_transform
-from spark.records import OffsetRange, Offsets, RecordOffset, offset_text
+from spark.jobs.culprits import Part, to_ranges, try_transform
+from spark.records import RAW, OffsetRange, Offsets, RecordOffset, offset_text
 from spark.reports import BatchReport
 from spark.transforms.preparation import Prepared
 
@@ -90,6 +90,11 @@ class Query:
         self.watchdog.begin(self.writer, "the search for events that fail")
         return problem
 
+    def read_part(self, part: Part) -> DataFrame:
+        """These records, read by themselves. A source that was removed since has none."""
+        ranges = [one for one in to_ranges(part) if one.topic in self.prepared.views]
+        return self.broker.read_ranges(self.session, ranges) if ranges else self.session.createDataFrame([], RAW)
+
     def check_not_stopping(self) -> None:
         """Between two steps of long work. Raises Stopping."""
         if self.stopping.is_set():
@@ -128,6 +133,8 @@ class BatchHandler(ABC):
     def __init__(self, query: Query) -> None:
         self.query = query
         self.failure: BaseException | None = None
+        self.batches = 0
+        """That it began."""
         self._at_work = threading.Lock()
         self._ended = threading.Event()
 
@@ -136,6 +143,7 @@ class BatchHandler(ABC):
         with self._at_work:
             if self._ended.is_set():
                 raise Stopping
+            self.batches += 1
             try:
                 self.query.checkpoint.check_held()
                 self.query.checkpoint.make_durable(batch_id)
@@ -148,6 +156,10 @@ class BatchHandler(ABC):
             except BaseException as error:
                 self.failure = error
                 raise RuntimeError(f"batch {batch_id} failed: {type(error).__name__}") from None
+
+    @property
+    def is_at_work(self) -> bool:
+        return self._at_work.locked()
 
     def finish(self, may_wait: Callable[[], bool]) -> None:
         """Begin no further batch and wait for the current one while `may_wait` agrees."""
@@ -167,7 +179,7 @@ class MicroBatchQuery:
 
     def __init__(self, query: Query, source: DataFrame, handler: BatchHandler, *, name: str, interval: float) -> None:
         """Starts it. interval: at most one batch in so many seconds."""
-        self._handler = handler
+        self._handler, self._planned = handler, -1
         writer = source.writeStream.foreachBatch(handler).queryName(name)
         writer = writer.option("checkpointLocation", query.checkpoint.path)
         self._running = writer.trigger(processingTime=f"{round(interval * 1000)} milliseconds").start()
@@ -177,11 +189,23 @@ class MicroBatchQuery:
         wait_for_end(self._running, self._handler.query.watchdog, self._handler)
         if (figures := self._handler.query.figures) is not None:
             figures.follow(self._running)
+        self._watch_planning()
+
+    def _watch_planning(self) -> None:
+        """Spark asks the source where the next batch ends before it calls the handler. A disk that hangs shows there first."""
+        handler, watchdog = self._handler, self._handler.query.watchdog
+        if handler.is_at_work or not is_in_trigger(self._running):
+            watchdog.end(PLANNING)
+            self._planned = -1
+        elif self._planned != handler.batches:
+            self._planned = handler.batches
+            watchdog.begin(PLANNING, "the search for new events")
 
     def has_completed_trigger(self) -> bool:
         return has_completed_trigger(self._running)
 
     def stop(self, may_wait: Callable[[], bool]) -> None:
+        self._handler.query.watchdog.end(PLANNING)
         self._handler.finish(may_wait)
         while is_in_trigger(self._running) and may_wait():  # Spark commits the batch
             time.sleep(_SETTLE_S)

@@ -22,16 +22,20 @@ from spark.jobs.culprits import (
     fingerprint,
     list_events,
     list_records,
-    within,
+    ranges_of,
 )
 from spark.jobs.dead_letters import (
     DEAD,
     LATE,
+    PIECE,
     TRANSFORM_ERROR,
+    Rejected,
+    name_ranges,
     reject_as,
     reject_bad_records,
     reject_late,
     write_dead_letters,
+    write_in_pieces,
 )
 from spark.jobs.open_batches import REJECTED_FILE, REPORTED_FILE, UpTo, of_last_run, read_up_to, write_up_to
 from spark.jobs.query import Query
@@ -59,7 +63,11 @@ def read_skipped(query: Query) -> list[RecordOffset]:
 
 
 def _read_unskipped(query: Query, ranges: Sequence[OffsetRange], skipped: Sequence[RecordOffset]) -> DataFrame:
-    return query.broker.read_ranges(query.session, ranges).where(f"NOT ({exactly(skipped)})")
+    return _unskipped(query.broker.read_ranges(query.session, ranges), skipped)
+
+
+def _unskipped(raw: DataFrame, skipped: Sequence[RecordOffset]) -> DataFrame:
+    return raw.where(f"NOT ({exactly(skipped)})")
 
 
 def has_events(query: Query, batch: int) -> bool:
@@ -127,16 +135,18 @@ class TrialParts:
     def __init__(self, query: Query, streak: FailureStreak) -> None:
         self._query, self._streak = query, streak
 
-    @property
-    def _raw(self) -> DataFrame:
-        query = self._query
+    def _read(self, part: Part = ()) -> DataFrame:
+        """Only the records of the part are read; without one, all of the batch."""
+        query, skipped = self._query, read_skipped(self._query)
+        if part:
+            return _unskipped(query.read_part(part), skipped)
         ranges = _pending_ranges(query)
         if query.real_time:
             ranges = next(query.broker.split_ranges(ranges, SEARCHED_EVENTS), [])
-        return _read_unskipped(query, ranges, read_skipped(query))
+        return _read_unskipped(query, ranges, skipped)
 
     def list_records(self, part: Part) -> Sequence[RecordOffset]:
-        return list_records(self._raw.where(within(part)))
+        return list_records(self._read(part))
 
     def is_stored(self, name: PartName | None) -> bool:
         return False
@@ -144,14 +154,14 @@ class TrialParts:
     def compute(self, part: Part, name: PartName | None) -> bool:
         """An event that fails without ending the process is not searched here."""
         records = self.list_records(part)
-        return not records or self._query.trial(self._raw, records) is None
+        return not records or self._query.trial(self._read(part), records) is None
 
     def passes(self, record: RecordOffset) -> bool:
-        return self._query.trial(self._raw, [record]) is None
+        return self._query.trial(self._read(ranges_of([record])), [record]) is None
 
     def reject(self, record: RecordOffset, reason: str) -> None:
         self._streak.add(1, 0, reason)
-        _reject(self._query, self._raw, {record: reason}, read_skipped(self._query))
+        _reject(self._query, self._read(ranges_of([record])), {record: reason}, read_skipped(self._query))
 
 
 class BadRecords:
@@ -203,14 +213,30 @@ class BadRecords:
             self._saved = write_up_to(self._query, REJECTED_FILE, self._done.batch, self._done.offsets())
 
     def _reject(self, batch: int, end: Offsets) -> None:
-        query, found = self._query, []
-        ranges = query.ranges_between(self._done.offsets(), end)
+        """In pieces, each of which is stored, reported and noted before the next: a crash repeats one. What is left of the batch
+        decides where a piece ends, so a repeat has the same name.
+        """
+        query, position = self._query, self._done.offsets()
+        left = query.ranges_between(position, end)
+        while piece := next(query.broker.split_ranges(left, PIECE), None):
+            ends = {(topic, partition): until for topic, partition, _, until in piece}
+            left = [part._replace(start=ends.get((part.topic, part.partition), part.start)) for part in left]
+            left = [part for part in left if part.start < part.end]
+            self._reject_piece(piece, f"{DEAD}:{name_ranges(piece)}" if left else DEAD, batch)
+            if left:
+                position |= ends
+                self._done = self._saved = write_up_to(query, REJECTED_FILE, batch - 1, position)
+
+    def _reject_piece(self, piece: Sequence[OffsetRange], name: str, batch: int) -> None:
+        query, report = self._query, BatchReport(self._query.pipe)
+
+        def reject(ranges: Sequence[OffsetRange] | None) -> list[Rejected]:
+            return reject_bad_records(query.prepared, query.broker.read_ranges(query.session, ranges or piece))
+
         with query.watchdog.watching(f"{query.writer}:{DEAD}", f"the bad records of batch {batch}"):
-            for part in query.broker.split_ranges(ranges, query.prepared.transform.max_events):
-                found += reject_bad_records(query.prepared, query.broker.read_ranges(query.session, part))
-            report = BatchReport(query.pipe, read=len(found))
-            write_dead_letters(query, found, DEAD, batch, report)
-        if found:
+            write_in_pieces(query, name, batch, lambda: piece, reject, report, events=PIECE)
+        if report.dead:
+            report.read = report.dead.total()
             query.report(report)
 
 
@@ -328,12 +354,15 @@ class LateEvents:
         ranges = query.planned_ranges(batch)
         if not watermark or not ranges:
             return
-        raw = query.broker.read_ranges(query.session, ranges)
-        found = []
-        for stream, view in query.prepared.views.items():
-            checked = view.check(of_stream(query.prepared, raw, stream))
-            late = view.good_raw(checked.where(f.col(TIME) <= f.timestamp_millis(f.lit(watermark))))
-            found += reject_late(late, watermark, batch)
-        report = BatchReport(query.pipe)
-        write_dead_letters(query, found, LATE, batch, report, counted=True)
+
+        def reject(some: Sequence[OffsetRange] | None) -> list[Rejected]:
+            raw, found = query.broker.read_ranges(query.session, some or ranges), []
+            for stream, view in query.prepared.views.items():
+                checked = view.check(of_stream(query.prepared, raw, stream))
+                late = view.good_raw(checked.where(f.col(TIME) <= f.timestamp_millis(f.lit(watermark))))
+                found += reject_late(late, watermark, batch)
+            return found
+
+        report, events = BatchReport(query.pipe), query.prepared.transform.max_events
+        write_in_pieces(query, LATE, batch, lambda: ranges, reject, report, events=events, counted=True)
         query.report(report)

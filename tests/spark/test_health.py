@@ -2,9 +2,11 @@
 
 import asyncio
 from typing import cast
+from unittest.mock import MagicMock
 
 import aiohttp
 from prometheus_client import REGISTRY
+from pyspark.sql import DataFrame
 from pyspark.sql.streaming.query import StreamingQuery
 
 from services.core.management import serve_management
@@ -21,7 +23,8 @@ from spark.health import (
     QueryState,
     Watchdog,
 )
-from spark.jobs.query import ANSWER_S, wait_for_end
+from spark.jobs.query import ANSWER_S, BatchHandler, MicroBatchQuery, wait_for_end
+from spark.reports import BatchReport
 
 
 def test_ready_when_every_query_has_worked() -> None:
@@ -146,6 +149,42 @@ def test_java_that_does_not_answer_is_stuck() -> None:
             wait_for_end(cast(StreamingQuery, java), watchdog)
             assert java.seen == stuck
             assert watchdog.stuck() is None
+
+
+def test_a_source_that_does_not_answer_is_stuck() -> None:
+    """If this fails, a disk or a network mount that hangs while Spark asks for new events stops a pipe for ever, and it looks
+    ready; or a pipe that looks for new events again and again does not."""
+    clock = [0.0]
+    watchdog = Watchdog(100.0, clock=lambda: clock[0])
+    query, running = MagicMock(watchdog=watchdog, figures=None), MagicMock(isActive=True)
+    running.awaitTermination.return_value = False
+    source = MagicMock()
+    source.writeStream.foreachBatch().queryName().option().trigger().start.return_value = running
+
+    class Handler(BatchHandler):
+        def process(self, raw: DataFrame, batch_id: int) -> BatchReport:
+            clock[0] += 50
+            started.wait()  # a long batch
+            assert watchdog.slow() == "batch 0 has made no progress for 50 s"
+            return BatchReport("p")
+
+    handler = Handler(query)
+    started = MicroBatchQuery(query, source, handler, name="p", interval=1.0)
+    for is_active in (True, False) * 20:
+        running.status = {"isTriggerActive": is_active}
+        started.wait()
+        clock[0] += 10
+        assert watchdog.slow() is None
+    running.status = {"isTriggerActive": True}
+    started.wait()
+    handler(MagicMock(), 0)
+    started.wait()
+    assert (watchdog.slow(), watchdog.at_work) == (None, False)
+    clock[0] += 101
+    started.wait()
+    assert watchdog.stuck() == "the search for new events has made no progress for 101 s"
+    started.stop(lambda: False)
+    assert watchdog.stuck() is None
 
 
 def test_the_first_part_of_a_process_has_more_time() -> None:

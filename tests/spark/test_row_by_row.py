@@ -1,19 +1,22 @@
 """A row-by-row transform from log to log: what goes in comes out, once, in order, with its identity; or is a dead letter."""
 
+from collections import Counter
 from typing import Any
 
 import orjson
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from services.core import dead_letter
 from services.core.broker.errors import Unavailable
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.record import Record
 from services.core.event import read_id
+from spark.brokers.contract import BatchName
 from spark.brokers.log import LogSparkBroker
+from spark.jobs.dead_letters import Rejected, reject_bad_records
 from spark.records import from_arrow
-from spark.transforms.preparation import prepare_pipes
+from spark.transforms.preparation import Prepared, prepare_pipes
 from tests.spark.log_pipeline import NOW, LogPipeline, event, wait_for
 
 FLIGHTS = "carrier STRING, delay INT"
@@ -94,6 +97,46 @@ def test_columns_that_change_after_a_crash(pipeline: LogPipeline, monkeypatch: p
     pipeline.states.clear()
     pipeline.run(pipeline.pipe(columns=FLIGHTS.replace("INT", "STRING"), sql=sql), 3)
     assert {read_id(record) for record in (*pipeline.out, *pipeline.dead)} == {"id-0", "id-1", "id-2"}
+
+
+def test_many_bad_records_of_a_batch(pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a batch most of whose records are bad takes the memory of the driver; or a crash between its output and
+    its dead letters loses some of these, or stores them twice."""
+    monkeypatch.setattr("spark.jobs.dead_letters.PIECE", 10)
+    reject, held = reject_bad_records, list[int]()
+    write, stored, ended = LogSparkBroker.write_records, Counter[bool](), list[bool]()
+
+    def count(prepared: Prepared, raw: DataFrame) -> list[Rejected]:
+        found = reject(prepared, raw)
+        held.append(len(found))
+        return found
+
+    def end(broker: LogSparkBroker, session: object, records: Any, topic: str, batch: BatchName) -> bool:
+        if topic == "p.out" and not ended:  # the first run ends before its output
+            raise Unavailable("the process ends here")
+        found = write(broker, session, records, topic, batch)  # type: ignore[arg-type]
+        stored[found] += 1
+        return found
+
+    monkeypatch.setattr("spark.jobs.micro_batch.reject_bad_records", count)
+    monkeypatch.setattr(LogSparkBroker, "write_records", end)
+    pipeline.send([flight(n, delay="late" if n % 4 else 1) for n in range(60)])
+    chosen = pipeline.pipe(columns=FLIGHTS, sql="SELECT event, delay FROM s")
+    pipeline.start(chosen)
+    wait_for(lambda: bool(pipeline.problem), "the end")
+    pipeline.stop()
+    assert "the process ends here" in (pipeline.problem or "")
+    assert Counter(read_id(record) for record in pipeline.dead) == {f"id-{n}": 1 for n in range(60) if n % 4}
+    assert stored[True] >= 5
+    ended.append(True)
+    pipeline.states.clear()
+    pipeline.run(chosen, 60)
+    assert Counter(read_id(record) for record in pipeline.out) == {f"id-{n}": 1 for n in range(0, 60, 4)}
+    assert Counter(read_id(record) for record in pipeline.dead) == {f"id-{n}": 1 for n in range(60) if n % 4}
+    assert pipeline.reported("dead") == {n for n in range(60) if n % 4}
+    assert sum(sum(report.dead.values()) for report in pipeline.batches) == 45
+    assert stored[False] >= 5  # known from the first run
+    assert max(held) <= 10
 
 
 def test_what_is_no_event_goes_to_dead_letters(pipeline: LogPipeline) -> None:

@@ -3,16 +3,20 @@
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Sequence
 
 import orjson
 import pytest
+from pyspark.sql import DataFrame, SparkSession
 
 from services.core import dead_letter
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.lifecycle import Supervision
+from spark.brokers.log import LogSparkBroker
 from spark.health import PipesHealth, QueryState, Watchdog
 from spark.jobs.attempts import SuspectLock
+from spark.records import OffsetRange
 from spark.service import BatchStuckError, JavaEndedError, watch_java
 from tests.spark.log_pipeline import LogPipeline, event
 
@@ -41,9 +45,17 @@ def test_one_event_of_four_million_rows(pipeline: LogPipeline) -> None:
 
 
 def test_more_output_than_one_batch_may_have(pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, a batch whose events are all right, but too many for the memory together, is never done."""
+    """If this fails, a batch whose events are all right, but too many for the memory together, is never done, or each of its
+    parts reads all of it."""
     monkeypatch.setattr("spark.brokers.contract.MAX_ROWS", 30)
+    read, parts = LogSparkBroker.read_ranges, list[int]()
+
+    def count(broker: LogSparkBroker, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
+        parts.append(sum(part.end - part.start for part in ranges))
+        return read(broker, session, ranges)
+
     pipeline.send(amounts(*range(200)))
+    monkeypatch.setattr(LogSparkBroker, "read_ranges", count)
     pipeline.run(pipeline.pipe(columns="delay INT", sql="SELECT event, delay FROM s"), 200)
     assert not pipeline.dead
     assert sorted(map(read_id, pipeline.out)) == sorted(f"id-{n}" for n in range(200))  # type: ignore[type-var]
@@ -53,6 +65,8 @@ def test_more_output_than_one_batch_may_have(pipeline: LogPipeline, monkeypatch:
     for record in pipeline.out:
         by_key.setdefault(record.key, []).append(record.timestamp)
     assert all(times == sorted(times) for times in by_key.values())
+    warm_up = 60  # the newest twenty of each partition
+    assert sorted(events for events in parts if events != warm_up) == [5, *[13] * 15]
 
 
 class Java:

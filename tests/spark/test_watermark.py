@@ -29,7 +29,7 @@ from spark.jobs.query import Query
 from spark.jobs.replay import SKIPPED_FILE, read_skipped, reject_culprits, reject_process_killers
 from spark.jobs.start_checks import check_suitability
 from spark.records import RecordOffset
-from spark.reports import BatchReport
+from spark.reports import BatchReport, Origins
 from spark.settings import TransformSettings
 from tests.spark.log_pipeline import NOW, LogPipeline, event, wait_for
 
@@ -87,13 +87,13 @@ def test_late_events_are_kept(pipeline: LogPipeline, monkeypatch: pytest.MonkeyP
 
     def fail_once(
         query: Query, found: Sequence[Rejected], name: str, epoch: int, report: BatchReport, *, counted: bool
-    ) -> None:
+    ) -> Origins:
         if not failed:
             failed.append(name)
             raise Unavailable("just now not")
-        write_dead_letters(query, found, name, epoch, report, counted=counted)
+        return write_dead_letters(query, found, name, epoch, report, counted=counted)
 
-    monkeypatch.setattr("spark.jobs.replay.write_dead_letters", fail_once)
+    monkeypatch.setattr("spark.jobs.dead_letters.write_dead_letters", fail_once)
     pipeline.send([flight(7, 0.2), flight(8, 20.6)])
     wait_for(lambda: ("id-7", "late") in letters(pipeline), "the other late event, after a failure in between")
     wait_for(lambda: pipeline.problem is not None, "the failure is reported")
