@@ -67,16 +67,19 @@ def read_value(secret: Secret, folder: Path, environ: Mapping[str, str], *, toke
     return value
 
 
-def read_tls(tls: Tls, folder: Path) -> tuple[bytes, ssl.SSLContext]:
-    """The digest of the files, and a context made from them. Blocking, up to 0.1 s. Raises BadCredential."""
-    digest = _digest_files(tls, folder)
+def read_tls(tls: Tls, folder: Path, *, http: bool = True) -> tuple[bytes, ssl.SSLContext]:
+    """The digest of the files, and a context made from them; http: for HTTP/1.1. Blocking, up to 0.1 s. Raises BadCredential."""
+    digest = digest_files(tls, folder)
     context = _make_context(tls, folder)
-    if _digest_files(tls, folder) != digest:  # OpenSSL reads the files once more by itself
+    if http:
+        context.set_alpn_protocols(["http/1.1"])
+    if digest_files(tls, folder) != digest:  # OpenSSL reads the files once more by itself
         raise BadCredential("the files changed while they were read")
     return digest, context
 
 
-def _digest_files(tls: Tls, folder: Path) -> bytes:
+def digest_files(tls: Tls, folder: Path) -> bytes:
+    """Of the content of the files. Blocking. Raises BadCredential."""
     digest = hashlib.sha256()
     for file, private in ((tls.ca, False), (tls.certificate, tls.key is None), (tls.key, True)):
         content = b"" if file is None else _read_pem(folder / file, private=private)
@@ -103,7 +106,6 @@ def _make_context(tls: Tls, folder: Path) -> ssl.SSLContext:
             context = ssl.create_default_context(cadata=b"\n".join(found).decode("ascii", errors="replace"))
         except (ssl.SSLError, ValueError):
             raise BadCredential(f"{path} has a certificate that cannot be read") from None
-    context.set_alpn_protocols(["http/1.1"])
     if tls.certificate is not None:
         _load_own(context, folder / tls.certificate, folder / (tls.key or tls.certificate))
     return context
@@ -256,7 +258,7 @@ def _show_term(value: str, whose: tuple[str, KeyPath]) -> None:
 
 
 def _read_tls(tls: Tls, folder: Path, whose: tuple[str, KeyPath], known: bytes) -> tuple[bytes, ssl.SSLContext] | None:
-    if known and _digest_files(tls, folder) == known:
+    if known and digest_files(tls, folder) == known:
         return None
     found = read_tls(tls, folder)
     _show_expiry(tls.certificate, folder, whose, "certificate", itemgetter(0))

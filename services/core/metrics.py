@@ -155,6 +155,10 @@ BROKER_READ_PACE = Gauge(
     "Reads of a shard per second that this process may make. 5 until it is throttled.",
     ["topic", "shard"],
 )
+BROKER_ACCESS_REFUSED = Counter(
+    "penstock_broker_access_refused",
+    "Connections to Kafka that failed because of a login or a certificate, ours or the cluster's.",
+)
 BROKER_COMMITS_REFUSED = Counter(
     "penstock_broker_commits_refused", "Commits refused because the member no longer owned the partition.", ["group"]
 )

@@ -35,7 +35,8 @@ class Settings(BaseModel):
     broker: str = Field(
         "log:///var/lib/penstock",
         description="Broker URL: log:///path, kafka://host:port[,host:port] or kinesis://region[?fan_out=1]. With ?prefix=acme. "
-        "(Kafka, Kinesis) all names there begin with acme.: several fleets can share a cluster or an account.",
+        "(Kafka, Kinesis) all names there begin with acme.: several fleets can share a cluster or an account. "
+        "With ?security=/FILE (Kafka): TLS and a login.",
     )
     pipes: Path = Field(Path("pipes.yaml"), description="The pipe file.")
     ledger: bool = Field(

@@ -6,11 +6,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from services.core.broker.contract import Broker
 from services.core.broker.prefix import OPTION, check_prefix
+from services.core.kafka_security import OPTION as SECURITY
+from services.core.kafka_security import parse_security_path
 
 SCHEMES = ("log", "kafka", "kinesis")
 _HOST_PORT = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
@@ -28,7 +31,7 @@ class BadBrokerUrl(ValueError):
 
 
 def open_broker(url: str) -> AbstractAsyncContextManager[Broker]:
-    """`log:///path`, `kafka://host:port[,host:port…][?prefix=NAME.]` or
+    """`log:///path`, `kafka://host:port[,host:port…][?prefix=NAME.&security=FILE]` or
     `kinesis://region[?prefix=NAME.&endpoint=URL&dynamodb=URL&fan_out=1]`. The prefix: `prefix`.
 
     Raises BadBrokerUrl at once; entering raises BrokerError kinds. Entering imports the backend in a thread: a process loads
@@ -36,7 +39,9 @@ def open_broker(url: str) -> AbstractAsyncContextManager[Broker]:
     """
     parts = urlsplit(url)
     if parts.username or parts.password:
-        raise BadBrokerUrl("a broker URL has no user or password. Try: settings files for credentials")
+        raise BadBrokerUrl(
+            "a broker URL has no user or password. Try, for Kafka: ?security=/etc/penstock/kafka.yaml, as in docs/kafka.md"
+        )
     if parts.scheme == "kinesis":
         try:
             parse_kinesis_url(url)
@@ -48,7 +53,7 @@ def open_broker(url: str) -> AbstractAsyncContextManager[Broker]:
             address = parse_kafka_url(url)
         except ValueError as error:
             raise BadBrokerUrl(str(error)) from None
-        return _open(partial(_load_kafka, address.prefix), address.bootstrap)
+        return _open(partial(_load_kafka, address), address.bootstrap)
     if parts.scheme == "log":
         if OPTION in dict(parse_qsl(parts.query, keep_blank_values=True)):
             raise BadBrokerUrl(
@@ -76,10 +81,10 @@ def _load_log() -> _Open:
     return LogBroker.open
 
 
-def _load_kafka(prefix: str) -> _Open:
+def _load_kafka(address: "KafkaAddress") -> _Open:
     from services.core.broker.kafka import open_kafka
 
-    return partial(open_kafka, prefix=prefix)
+    return partial(open_kafka, prefix=address.prefix, security=address.security)
 
 
 def _load_kinesis() -> _Open:
@@ -89,25 +94,33 @@ def _load_kinesis() -> _Open:
 
 
 class KafkaAddress(NamedTuple):
-    """bootstrap: host:port[,host:port…]. prefix: of every name on the cluster."""
+    """bootstrap: host:port[,host:port…]. prefix: of every name on the cluster. security: the file with TLS and the login."""
 
     bootstrap: str
     prefix: str = ""
+    security: Path | None = None
 
 
 def parse_kafka_url(url: str) -> KafkaAddress:
-    """`kafka://host:port[,host:port…][?prefix=NAME.]`. Raises ValueError."""
+    """`kafka://host:port[,host:port…][?prefix=NAME.&security=FILE]`. Raises ValueError."""
     parts = urlsplit(url)
     if not all(_HOST_PORT.fullmatch(host) for host in parts.netloc.split(",")) or parts.path not in ("", "/"):
         raise ValueError(f"{url!r}: host:port, or several joined by commas, is needed. Try: kafka://127.0.0.1:9092")
     options = parse_qsl(parts.query, keep_blank_values=True)
-    if any(name != OPTION for name, _ in options) or parts.fragment or bool(parts.query) > bool(options):
+    if (
+        any(name not in (OPTION, SECURITY) for name, _ in options)
+        or parts.fragment
+        or bool(parts.query) > bool(options)
+    ):
         raise ValueError(
-            f"a Kafka URL has no option but {OPTION}: acks=all and the like are fixed. Try: kafka://host:9092?{OPTION}=acme."
+            f"a Kafka URL has no option but {OPTION} and {SECURITY}: acks=all and the like are fixed. "
+            f"Try: kafka://host:9092?{OPTION}=acme."
         )
-    if len(options) > 1:
-        raise ValueError(f"{OPTION} is in the Kafka URL twice. Try: one of them")
-    return KafkaAddress(parts.netloc, check_prefix(options[0][1]) if options else "")
+    found = dict(options)
+    if len(options) > len(found):
+        raise ValueError("an option is in the Kafka URL twice. Try: one of them")
+    security = parse_security_path(found[SECURITY]) if SECURITY in found else None
+    return KafkaAddress(parts.netloc, check_prefix(found.get(OPTION, "")), security)
 
 
 @dataclass(frozen=True, slots=True)

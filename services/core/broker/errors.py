@@ -4,6 +4,7 @@
     ├── Unavailable          nothing was stored; the same call may succeed later (`retriable`)
     │   ├── Throttled        … and the broker asks to slow down
     │   ├── StorageFull      … because the disk is full; heals by itself when there is room again
+    │   ├── AccessRefused    … because a login or a certificate is not accepted; heals by itself when that is corrected
     │   └── GroupHasMembers  … because members of the group live: it can be moved only without them
     ├── OutcomeUnknown       it may have been stored: a time-out after the request left (`retriable`: ids make it safe)
     ├── RecordTooLarge       this record can never be stored
@@ -48,6 +49,10 @@ class Throttled(Unavailable):
 
 class StorageFull(Unavailable):
     """The disk is full; nothing was stored. Try: free space or a shorter retention. Appends go on by themselves."""
+
+
+class AccessRefused(Unavailable):
+    """The broker does not accept our login or certificate, or we do not accept its certificate. No request was sent."""
 
 
 class GroupHasMembers(Unavailable):

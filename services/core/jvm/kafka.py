@@ -42,7 +42,8 @@ class KafkaCluster:
     """`brokers` nodes on free loopback ports. `folder` has their data and logs; it is created, or used again.
 
     With three brokers topics have three replicas, of which two must have a record (RF 3, min ISR 2). Topics are never
-    created by accident. `settings` are server properties; they override those of `server_properties`.
+    created by accident. `settings` are server properties; they override those of `server_properties`. `format_options`: of the
+    tool that formats a new node, e.g. for its first users.
 
     Every method blocks (use asyncio.to_thread); one thread at a time may call one. The processes die with this one, even
     if it is killed. A context manager.
@@ -56,12 +57,13 @@ class KafkaCluster:
         heap_mb: int = 256,
         settings: Mapping[str, str] | None = None,
         java_options: Sequence[str] = FAST_START,
+        format_options: Sequence[str] = (),
     ) -> None:
         self.folder = folder.absolute()
         self.settings = dict(settings or {})
         nodes = choose_nodes(brokers)
         options = [f"-Xmx{heap_mb}m", *java_options]
-        self.brokers = {node.node_id: KafkaProcess(node, self.folder, options) for node in nodes}
+        self.brokers = {node.node_id: KafkaProcess(node, self.folder, options, format_options) for node in nodes}
 
     @property
     def bootstrap(self) -> str:
@@ -142,7 +144,10 @@ class KafkaProcess:
     `data` survives any stop. `log` has the output of all runs of the process. `scratch` is emptied before each run.
     """
 
-    def __init__(self, node: Node, folder: Path, java_options: Sequence[str]) -> None:
+    def __init__(
+        self, node: Node, folder: Path, java_options: Sequence[str], format_options: Sequence[str] = ()
+    ) -> None:
+        self._format_options = format_options
         self.node = node
         self.data = folder / f"broker-{node.node_id}"
         self.config = folder / f"broker-{node.node_id}.properties"
@@ -175,7 +180,16 @@ class KafkaProcess:
         """Prepare a new data folder. Blocks for a second. Raises KafkaNotReady."""
         if (self.data / "meta.properties").exists():
             return
-        command = [*self._java, "kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(self.config)]
+        command = [
+            *self._java,
+            "kafka.tools.StorageTool",
+            "format",
+            "-t",
+            cluster_id,
+            "-c",
+            str(self.config),
+            *self._format_options,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=FORMAT_TIMEOUT_S, check=False)  # noqa: S603
         if done.returncode != 0:
             raise KafkaNotReady(f"Kafka could not format {self.data}: {(done.stdout + done.stderr).strip()}")

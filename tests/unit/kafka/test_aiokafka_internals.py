@@ -19,12 +19,16 @@ from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.protocol.admin import ApiVersionRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
-from services.core.broker.kafka.aiokafka_internals import _write_request
+from services.core.broker.kafka.aiokafka_internals import _create_connection, _write_request
 
 _READ = {
     AIOKafkaConsumer.start: "2f1ba7044332",
     AIOKafkaClient._metadata_update: "06dc51ed3e0d",
     AIOKafkaClient.send: "246b277687d7",
+    AIOKafkaClient.bootstrap: "198943b004e5",
+    AIOKafkaClient._get_conn: "68ce5d839171",
+    _create_connection: "673276cbddb4",
+    AIOKafkaConnection._do_sasl_handshake: "d4f7b5acbbec",
     AIOKafkaClient._md_synchronizer: "e0421bffa9a7",
     AIOKafkaConnection.close: "28f164aa1e4f",
     _write_request: "5909ea32f4ef",

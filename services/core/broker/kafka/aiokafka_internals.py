@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +18,9 @@ from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.structs import TopicPartition as KafkaPartition
 
-from services.core.broker.kafka.cluster import Timing
-from services.core.broker.kafka.error_codes import FENCED, bounded, raise_for
+from services.core.broker.kafka.access import Access, client_settings
+from services.core.broker.kafka.cluster import Cluster
+from services.core.broker.kafka.error_codes import FENCED, raise_for
 from services.core.broker.kafka.eviction import client_id, name_process
 from services.core.broker.kafka.fetch_by_id import FetchById, FindId, is_stale
 from services.core.broker.kafka.offsets import CommitMetadata, EpochHistory, by_topic
@@ -53,6 +55,27 @@ def _send_if_open(connection: Any, request: Any, expect_response: bool = True) -
 
 
 AIOKafkaConnection.send = _send_if_open
+
+logging.getLogger("aiokafka.conn").setLevel(
+    logging.CRITICAL
+)  # at DEBUG it logs each request, also those with a password
+
+_create_connection = aiokafka.client.create_conn
+
+
+async def _connect_with_access(host: str, port: int, *, ssl_context: Any = None, **settings: Any) -> Any:
+    """aiokafka passes on to its connections the login of the time when the client was made. Here the `Access` that takes the
+    place of the TLS context opens each connection with the login as it is now."""
+    if not isinstance(ssl_context, Access):
+        return await _create_connection(host, port, ssl_context=ssl_context, **settings)
+
+    async def connect(**login: Any) -> Any:
+        return await _create_connection(host, port, **(settings | login))
+
+    return await ssl_context.open(connect, host, port)
+
+
+aiokafka.client.create_conn = _connect_with_access
 
 # The fetcher: a limit of its memory, the leader epochs of the fetched records, and requests that name topics by their ids.
 #
@@ -201,10 +224,11 @@ _PARTITION_FETCH_BYTES = 64 << 10
 _STOP_SECONDS = 10.0
 
 
-async def connect(bootstrap: str, timing: Timing, group: str, budget: FetchBudget) -> AIOKafkaConsumer:
+async def connect(cluster: Cluster, group: str, budget: FetchBudget) -> AIOKafkaConsumer:
     """A started consumer without a subscription. Its unpolled records count in `budget`. Raises Unavailable."""
+    timing = cluster.timing
     client = AIOKafkaConsumer(
-        bootstrap_servers=bootstrap,
+        bootstrap_servers=cluster.bootstrap,
         client_id=client_id(group, await asyncio.to_thread(name_process)),
         group_id=group,
         enable_auto_commit=False,
@@ -219,9 +243,10 @@ async def connect(bootstrap: str, timing: Timing, group: str, budget: FetchBudge
         max_partition_fetch_bytes=_PARTITION_FETCH_BYTES,
         fetch_max_bytes=_FETCH_BYTES,
         isolation_level="read_committed",
+        **client_settings(cluster.access),
     )
     try:
-        async with bounded(f"connect to Kafka at {bootstrap}", timing.request * 2):
+        async with cluster.bounded(f"connect to Kafka at {cluster.bootstrap}", timing.request * 2):
             await client.start()
             await _bound(client, budget)
     except BaseException:

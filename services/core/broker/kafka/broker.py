@@ -3,15 +3,16 @@
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 from services.core.broker.contract import Broker, Consumer, Features, OnRevoke, Start
 from services.core.broker.errors import Unavailable, UnknownTopic
+from services.core.broker.kafka.access import access_by
 from services.core.broker.kafka.admin import KafkaAdmin
 from services.core.broker.kafka.aiokafka_internals import FetchBudget
 from services.core.broker.kafka.appender import KafkaAppender
 from services.core.broker.kafka.cluster import Cluster, Timing
 from services.core.broker.kafka.consumer import SharedResources, join
-from services.core.broker.kafka.error_codes import bounded
 from services.core.broker.kafka.prefixed import PrefixedBroker
 from services.core.broker.kafka.record_batch import MAX_RECORD_BYTES
 from services.core.broker.kafka.topic_settings import TopicLimits
@@ -25,11 +26,11 @@ _PROBE_AGE = 300.0
 class KafkaBroker:
     """The contract's `Broker`. Appends have connections of their own: they never wait for administration or lag."""
 
-    def __init__(self, bootstrap: str, timing: Timing, prefix: str = "") -> None:
-        """`prefix`: of this fleet's names. All names here have it: the cluster's names."""
-        self._bootstrap, self._timing = bootstrap, timing
-        self._sending = Cluster(bootstrap, f"{prefix}penstock-send", timing, metadata_age=timing.metadata)
-        self._asking = Cluster(bootstrap, f"{prefix}penstock-admin", timing)
+    def __init__(self, bootstrap: str, timing: Timing, prefix: str = "", security: Path | None = None) -> None:
+        """`prefix`: of this fleet's names. All names here have it: the cluster's names. security: as in `kafka_security`."""
+        self._timing, access = timing, access_by(security)
+        self._sending = Cluster(bootstrap, f"{prefix}penstock-send", timing, access, metadata_age=timing.metadata)
+        self._asking = Cluster(bootstrap, f"{prefix}penstock-admin", timing, access)
         self._limits = TopicLimits(self._sending)
         self.features = _FEATURES
         self.appender = KafkaAppender(self._sending, self._limits)
@@ -40,10 +41,10 @@ class KafkaBroker:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, bootstrap: str, *, timing: Timing | None = None, prefix: str = ""
+        cls, bootstrap: str, *, timing: Timing | None = None, prefix: str = "", security: Path | None = None
     ) -> "AsyncIterator[KafkaBroker]":
-        """`bootstrap`: host:port[,host:port…]. Entering raises Unavailable when no node answers. Leaving drains."""
-        broker = cls(bootstrap, timing or Timing(), prefix)
+        """`bootstrap`: host:port[,host:port…]. Entering raises Unavailable when no node answers or accepts us. Leaving drains."""
+        broker = cls(bootstrap, timing or Timing(), prefix, security)
         async with AsyncExitStack() as closing:
             for close in (broker._asking.close, broker._sending.close, broker.appender.close):
                 closing.push_async_callback(close)
@@ -54,7 +55,7 @@ class KafkaBroker:
         self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
     ) -> AbstractAsyncContextManager[Consumer]:
         """As in the contract. Entering does not wait for an assignment: a rebalance may take as long as others drain."""
-        return join(self._shared, self._bootstrap, group, topics, start, on_revoke)
+        return join(self._shared, group, topics, start, on_revoke)
 
     async def _append(self, topic: str, records: Sequence[Record]) -> None:
         """Store the records, or raise. Repeated within the time of a request: not every node knows a leader of a new topic."""
@@ -66,7 +67,7 @@ class KafkaBroker:
 
     async def probe(self, topic: str, *, timeout: float) -> None:
         """Every partition has a leader and enough replicas in sync for acks=all. Raises UnknownTopic, Unavailable."""
-        async with bounded(f"probe {topic}", timeout):
+        async with self._sending.bounded(f"probe {topic}", timeout):
             needed = (await self._limits.find(topic, max_age=_PROBE_AGE)).min_in_sync
             state = (await self._sending.describe([topic])).get(topic)
         if state is None:
@@ -79,7 +80,9 @@ class KafkaBroker:
 
 
 @asynccontextmanager
-async def open_kafka(bootstrap: str, *, timing: Timing | None = None, prefix: str = "") -> AsyncIterator[Broker]:
+async def open_kafka(
+    bootstrap: str, *, timing: Timing | None = None, prefix: str = "", security: Path | None = None
+) -> AsyncIterator[Broker]:
     """As `KafkaBroker.open`, for the names of a fleet with this prefix ("": the cluster's names)."""
-    async with KafkaBroker.open(bootstrap, timing=timing, prefix=prefix) as broker:
+    async with KafkaBroker.open(bootstrap, timing=timing, prefix=prefix, security=security) as broker:
         yield PrefixedBroker(broker, prefix) if prefix else broker

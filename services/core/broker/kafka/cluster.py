@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,8 @@ from aiokafka import errors as kafka
 from aiokafka.client import AIOKafkaClient
 from aiokafka.protocol.coordination import FindCoordinatorRequest
 
-from services.core.broker.errors import BrokerClosed, Unavailable
+from services.core.broker.errors import AccessRefused, BrokerClosed, Unavailable
+from services.core.broker.kafka.access import Access, client_settings
 from services.core.broker.kafka.error_codes import UNKNOWN_TOPIC, bounded, raise_for
 from services.core.broker.kafka.protocol import DescribeTopicsRequest
 
@@ -67,9 +69,17 @@ class TopicState:
 class Cluster:
     """One aiokafka client, connected when it is first used. Safe for concurrent use."""
 
-    def __init__(self, bootstrap: str, name: str, timing: Timing, *, metadata_age: float = _SELDOM) -> None:
+    def __init__(
+        self,
+        bootstrap: str,
+        name: str,
+        timing: Timing,
+        access: Access | None = None,
+        *,
+        metadata_age: float = _SELDOM,
+    ) -> None:
         """`metadata_age`: the age in seconds at which the leaders of tracked topics are read again."""
-        self._bootstrap, self._name, self.timing = bootstrap, name, timing
+        self.bootstrap, self._name, self.timing, self.access = bootstrap, name, timing, access
         self._metadata_age = metadata_age
         self._client: AIOKafkaClient | None = None
         self._connecting = asyncio.Lock()
@@ -89,18 +99,33 @@ class Cluster:
 
     async def _connect(self) -> AIOKafkaClient:
         client = AIOKafkaClient(
-            bootstrap_servers=self._bootstrap,
+            bootstrap_servers=self.bootstrap,
             client_id=self._name,
             request_timeout_ms=round(self.timing.request * 1000),
             metadata_max_age_ms=round(self._metadata_age * 1000),
+            **client_settings(self.access),
         )
         try:
-            async with bounded(f"connect to Kafka at {self._bootstrap}", self.timing.request * 2):
+            async with self.bounded(f"connect to Kafka at {self.bootstrap}", self.timing.request * 2):
                 await client.bootstrap()
         except BaseException:
             await client.close()
             raise
         return client
+
+    @asynccontextmanager
+    async def bounded(self, what: str, seconds: float) -> AsyncIterator[None]:
+        """As `error_codes.bounded`, with the reason when a node is not reached because of our login or a certificate."""
+        try:
+            async with bounded(what, seconds):
+                yield
+        except Unavailable as error:
+            raise self.explain(error) from error
+
+    def explain(self, error: Unavailable) -> Unavailable:
+        """The error, or AccessRefused when a node cannot be reached because it does not accept us, or we do not accept it."""
+        problem = None if self.access is None else self.access.problem
+        return error if problem is None else AccessRefused(problem)
 
     async def close(self) -> None:
         """Close the connections, within seconds; requests that wait for an answer fail."""
@@ -117,18 +142,18 @@ class Cluster:
     async def ask(self, node: int, request: Any) -> Any:
         """One request to one node. Raises Unavailable."""
         client = await self.client()
-        async with bounded(f"{type(request).__name__} to node {node}", self.timing.request + 1):
+        async with self.bounded(f"{type(request).__name__} to node {node}", self.timing.request + 1):
             return await client.send(node, request)
 
     async def ask_any(self, request: Any) -> Any:
         """One request to the first node that can be connected to. Raises Unavailable."""
         client = await self.client()
         nodes = [broker.nodeId for broker in client.cluster.brokers()]
-        async with bounded(type(request).__name__, self.timing.request + 1):
+        async with self.bounded(type(request).__name__, self.timing.request + 1):
             for node in random.sample(nodes, len(nodes)):
                 if await client.ready(node):
                     return await client.send(node, request)
-        raise Unavailable(f"none of Kafka's nodes can be reached, {self._bootstrap}")
+        raise self.explain(Unavailable(f"none of Kafka's nodes can be reached, {self.bootstrap}"))
 
     async def ask_coordinator(self, group: str, request: Any) -> Any:
         """One request to the group's coordinator. Raises Unavailable."""
@@ -158,13 +183,13 @@ class Cluster:
         nodes = [broker.nodeId for broker in client.cluster.brokers()]
         reached = False
         for node in random.sample(nodes, len(nodes)):
-            async with bounded("metadata", self.timing.request + 1):
+            async with self.bounded("metadata", self.timing.request + 1):
                 answer = await self._ask_if_ready(client, node, DescribeTopicsRequest(topics))
             if answer is not None:
                 reached = True
                 yield _states(answer)
         if not reached:
-            raise Unavailable(f"none of Kafka's nodes can be reached, {self._bootstrap}")
+            raise self.explain(Unavailable(f"none of Kafka's nodes can be reached, {self.bootstrap}"))
 
     @staticmethod
     async def _ask_if_ready(client: AIOKafkaClient, node: int, request: Any) -> Any:
@@ -181,7 +206,7 @@ class Cluster:
             return False
         client = await self.client()
         self._tracked.add(topic)
-        async with bounded(f"metadata of {topic}", self.timing.request):
+        async with self.bounded(f"metadata of {topic}", self.timing.request):
             await client.set_topics(self._tracked)
             while not client.cluster.partitions_for_topic(topic):
                 await asyncio.sleep(_METADATA_PAUSE)

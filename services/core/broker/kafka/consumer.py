@@ -96,7 +96,6 @@ class SharedResources(NamedTuple):
 @asynccontextmanager
 async def join(
     shared: SharedResources,
-    bootstrap: str,
     group: str,
     topics: Collection[str],
     start: Start,
@@ -106,7 +105,7 @@ async def join(
     cluster, timing = shared.cluster, shared.cluster.timing
     await partitions_of(cluster, topics)
     await evict_dead(cluster, group)
-    client = await connect(bootstrap, timing, group, shared.budget)
+    client = await connect(cluster, group, shared.budget)
     assigned = Assignment(on_revoke, timing.drain, lambda: generation_of(client))
     freeze_detector = FreezeDetector(timing.session / 2)
     consumer = KafkaConsumer(shared, client, assigned, group, start, freeze_detector)

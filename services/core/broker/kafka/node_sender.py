@@ -81,7 +81,7 @@ class NodeSender:
                 batch.sent = True
             answer = await client.send(self._node, self._request(batches))
         except kafka.NodeNotReadyError as error:
-            self._fail(batches, Unavailable(f"node {self._node}: {error}"))
+            self._fail(batches, self._cluster.explain(Unavailable(f"node {self._node}: {error}")))
         except kafka.KafkaError as error:
             self._fail(batches, OutcomeUnknown(f"node {self._node}: {error}"))
         except BrokerError as error:

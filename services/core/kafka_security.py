@@ -1,0 +1,128 @@
+"""How a fleet reaches a Kafka that wants TLS or a login: one file, which `?security=` in the broker's URL names.
+
+    kafka://kafka-1:9093,kafka-2:9093?security=/etc/penstock/kafka.yaml
+
+    tls: {ca: company-ca.pem}
+    sasl: {mechanism: SCRAM-SHA-512, user: penstock, password: {file: kafka.password}}
+
+The file has places of secrets, never secrets. Services, the command line, the autoscaler and Spark's connector read it and the
+files that it names; paths in it are relative to its folder. Everything is read again for each new connection.
+"""
+
+import hashlib
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from services.core.credentials import BadCredential, digest_files, read_tls, read_value
+from services.core.pipe_webhook import Secret, StrictModel, Tls
+from services.core.yaml_source import BadConfiguration, load_yaml, validate_document
+
+OPTION = "security"
+Protocol = Literal["SSL", "SASL_PLAINTEXT", "SASL_SSL"]
+"""Kafka's `security.protocol`."""
+Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
+
+
+class Sasl(StrictModel):
+    """The login. PLAIN sends the password itself, so it needs TLS."""
+
+    mechanism: Mechanism = Field(description="As the cluster's listener has it.")
+    user: str = Field(min_length=1, max_length=500, description="The name of the user.", examples=["penstock"])
+    password: Secret = Field(description="The place of the password.", examples=[{"file": "kafka.password"}])
+
+    @field_validator("user")
+    @classmethod
+    def _one_line(cls, user: str) -> str:
+        if not user.isprintable():
+            raise ValueError("one line of printable characters is needed")
+        return user
+
+
+class KafkaSecurity(StrictModel):
+    """The file. tls: `system` trusts the authorities of the machine; `{ca: FILE}` those of a file."""
+
+    tls: Tls | Literal["system"] | None = Field(
+        None, description="TLS: `system`, or files as for a webhook.", examples=[{"ca": "company-ca.pem"}]
+    )
+    sasl: Sasl | None = Field(None, description="The login. Absent: none, or the client certificate.")
+
+    @model_validator(mode="after")
+    def _safe(self) -> Self:
+        if self.tls is None and self.sasl is None:
+            raise ValueError("tls or sasl is needed. Try: tls: system")
+        if self.tls is None and self.sasl is not None and self.sasl.mechanism == "PLAIN":
+            raise ValueError("PLAIN without TLS shows the password to the network. Try: tls: system")
+        return self
+
+    @property
+    def protocol(self) -> Protocol:
+        """As Kafka calls it."""
+        if self.sasl is None:
+            return "SSL"
+        return "SASL_PLAINTEXT" if self.tls is None else "SASL_SSL"
+
+    @property
+    def files(self) -> Tls | None:
+        """Of TLS; None for the machine's authorities, and without TLS."""
+        return self.tls if isinstance(self.tls, Tls) else None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Login:
+    """What one connection needs. digest: of all that was read. password: "" without a login. context: None without TLS."""
+
+    security: KafkaSecurity
+    password: str
+    context: ssl.SSLContext | None
+    digest: bytes
+
+    def __repr__(self) -> str:
+        return "Login(***)"
+
+
+class UnusableSecurity(ValueError):
+    """The file, or one that it names, cannot be used. The message is for a person; it never shows a secret."""
+
+
+def parse_security_path(text: str) -> Path:
+    """The path in a broker's URL. Raises ValueError."""
+    if not text.startswith("/"):
+        raise ValueError(
+            f"{OPTION} in the Kafka URL is the absolute path of a file. Try: {OPTION}=/etc/penstock/kafka.yaml"
+        )
+    return Path(text)
+
+
+def load_security(path: Path) -> KafkaSecurity:
+    """The file at `path`. Blocking. Raises BadConfiguration with every mistake and its line."""
+    return validate_document(load_yaml(path), KafkaSecurity)
+
+
+def read_login(path: Path, environ: Mapping[str, str], known: Login | None = None) -> Login:
+    """What a new connection needs, as the files are now; `known` itself while nothing has changed since.
+
+    Blocking, up to 0.1 s. Raises UnusableSecurity.
+    """
+    try:
+        security = load_security(path)
+        folder = path.parent
+        password = "" if security.sasl is None else read_value(security.sasl.password, folder, environ)
+        found = b"" if security.files is None else digest_files(security.files, folder)
+        parts = (security.model_dump_json().encode(), password.encode(), found)
+        digest = hashlib.sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).digest()
+        if known is not None and known.digest == digest:
+            return known
+        return Login(security, password, _context_of(security, folder), digest)
+    except (BadConfiguration, BadCredential) as error:
+        raise UnusableSecurity(str(error)) from None
+
+
+def _context_of(security: KafkaSecurity, folder: Path) -> ssl.SSLContext | None:
+    if security.tls is None:
+        return None
+    return ssl.create_default_context() if security.files is None else read_tls(security.files, folder, http=False)[1]

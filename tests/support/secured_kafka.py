@@ -1,0 +1,95 @@
+"""A real Kafka with TLS, logins and an authorizer: one broker with a listener for each way in."""
+
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from services.core.jvm.kafka import KafkaCluster, free_ports
+from tests.support.authority import Authority
+
+START_S = 600.0
+_SASL = "org.apache.kafka.common.security"
+OPERATOR = "operator"
+"""A user who may do everything."""
+CLIENTS = ("ingest", "expel", "retrier", "observer", "autoscaler", "transform", "deployer")
+"""Users without rights; a test gives them some."""
+
+
+class SecuredKafka:
+    """listeners: `tls` (wants a client certificate), `plain`, `scram` and `stale` (its certificate has expired; SCRAM).
+
+    Certificates are for the address 127.0.0.1, not for the name localhost. passwords: by user. A context manager that blocks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ours, self.foreign = Authority(folder / "ours"), Authority(folder / "foreign")
+        self.client, self.foreign_client = self.ours.sign("client"), self.foreign.sign("client")
+        self.passwords = {user: secrets.token_hex(12) for user in (OPERATOR, *CLIENTS)}
+        scram = [
+            f"SCRAM-SHA-{size}=[name={user},password={password}]"
+            for user, password in self.passwords.items()
+            for size in (256, 512)
+        ]
+        options = [part for each in scram for part in ("--add-scram", each)]
+        self.cluster = KafkaCluster(folder / "kafka", brokers=1, format_options=options)
+        self.ports = dict(zip(("tls", "plain", "scram", "stale"), free_ports(4), strict=True))
+        self.cluster.settings.update(self._settings())
+
+    def _settings(self) -> dict[str, str]:
+        node = self.cluster.brokers[1].node
+        good, stale = self.ours.sign("broker", place="IP:127.0.0.1"), self.ours.sign("old", -1, "IP:127.0.0.1")
+        at = {"BROKER": node.port} | {name.upper(): port for name, port in self.ports.items()}
+        advertised = ",".join(f"{name}://127.0.0.1:{port}" for name, port in at.items())
+        users = " ".join(f'user_{user}="{password}"' for user, password in self.passwords.items())
+        settings = {
+            "listeners": f"{advertised},CONTROLLER://127.0.0.1:{node.controller_port}",
+            "advertised.listeners": advertised,
+            "listener.security.protocol.map": "BROKER:PLAINTEXT,CONTROLLER:PLAINTEXT,TLS:SSL,PLAIN:SASL_SSL,SCRAM:SASL_SSL,"
+            "STALE:SASL_SSL",
+            "ssl.keystore.type": "PEM",
+            "ssl.truststore.type": "PEM",
+            "ssl.keystore.location": str(good),
+            "ssl.truststore.location": str(self.ours.ca),
+            "listener.name.tls.ssl.client.auth": "required",
+            "listener.name.stale.ssl.keystore.type": "PEM",
+            "listener.name.stale.ssl.keystore.location": str(stale),
+            "listener.name.plain.sasl.enabled.mechanisms": "PLAIN",
+            "listener.name.plain.plain.sasl.jaas.config": f"{_SASL}.plain.PlainLoginModule required {users};",
+            "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+            "super.users": f"User:ANONYMOUS;User:{OPERATOR};User:CN=client",
+        }
+        for name in ("scram", "stale"):
+            settings[f"listener.name.{name}.sasl.enabled.mechanisms"] = "SCRAM-SHA-256,SCRAM-SHA-512"
+            for size in (256, 512):
+                module = f"{_SASL}.scram.ScramLoginModule required;"
+                settings[f"listener.name.{name}.scram-sha-{size}.sasl.jaas.config"] = module
+        return settings
+
+    def address(self, listener: str, host: str = "127.0.0.1") -> str:
+        """host:port of a listener."""
+        return f"{host}:{self.ports[listener]}"
+
+    def url(self, listener: str, security: Path, host: str = "127.0.0.1") -> str:
+        """The `--broker` of a client with this file."""
+        return f"kafka://{self.address(listener, host)}?security={security}"
+
+    def write(self, folder: Path, mechanism: str = "SCRAM-SHA-512", user: str = OPERATOR, **content: Any) -> Path:
+        """The file of a client in a new folder, with the password in a file beside it. content: in place of its keys."""
+        folder.mkdir()
+        (folder / "password").write_text(self.passwords[user])
+        (folder / "password").chmod(0o600)
+        sasl = {"mechanism": mechanism, "user": user, "password": {"file": "password"}}
+        written: Mapping[str, Any] = {"tls": {"ca": str(self.ours.ca)}, "sasl": sasl} | content
+        path = folder / "kafka.yaml"
+        path.write_text(json.dumps({key: value for key, value in written.items() if value is not None}))
+        return path
+
+    def __enter__(self) -> Self:
+        self.cluster.start(timeout_s=START_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cluster.stop(grace_s=0)

@@ -1,0 +1,91 @@
+"""The file that `?security=` names: what it may say, and that nothing shows its secrets."""
+
+import asyncio
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiokafka import errors as kafka
+
+from services.core.broker.kafka.access import FIRST_HOLD_S, LONGEST_HOLD_S, Access, RefusedError
+from services.core.kafka_security import UnusableSecurity, load_security, read_login
+from services.core.yaml_source import BadConfiguration
+
+_SCRAM = "sasl: {mechanism: SCRAM-SHA-256, user: ann, password: {file: password}}\n"
+
+
+def write(folder: Path, text: str, password: str = "hunter2") -> Path:
+    (folder / "password").write_text(f"{password}\n")
+    (folder / "password").chmod(0o600)
+    (folder / "kafka.yaml").write_text(text)
+    return folder / "kafka.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "tls or sasl is needed"),
+        (_SCRAM.replace("SCRAM-SHA-256", "PLAIN"), "PLAIN without TLS"),
+        (_SCRAM.replace("{file: password}", "hunter2"), "the secret itself must not be here"),
+        (_SCRAM.replace("mechanism: SCRAM-SHA-256", "mechanism: GSSAPI"), "mechanism"),
+        ("tls: system\nacks: 1\n", "acks"),
+    ],
+)
+def test_a_mistake_is_named(tmp_path: Path, text: str, said: str) -> None:
+    """Broken: somebody believes to be protected, or a secret is in a configuration file or a message."""
+    with pytest.raises(BadConfiguration) as caught:
+        load_security(write(tmp_path, text))
+    assert said in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_the_files_are_read_as_they_are_now(tmp_path: Path) -> None:
+    """Broken: a rotated password is never used, or each connection builds a TLS context of its own."""
+    path = write(tmp_path, f"tls: system\n{_SCRAM}")
+    first = read_login(path, {})
+    assert read_login(path, {}, first) is first
+    write(tmp_path, f"tls: system\n{_SCRAM}", "other")
+    second = read_login(path, {}, first)
+    assert (second.password, second.security.protocol) == ("other", "SASL_SSL")
+    assert "other" not in repr(second)
+    assert "other" not in str(vars(Access(path)))
+    (tmp_path / "password").chmod(0o644)
+    with pytest.raises(UnusableSecurity, match="chmod 600"):
+        read_login(path, {}, second)
+
+
+async def test_a_node_that_refuses_is_asked_more_and_more_seldom(tmp_path: Path) -> None:
+    """Broken: a wrong password is sent ten times a second, and the cluster locks the user out; or for ever, after it is right."""
+    path, now, asked = write(tmp_path, _SCRAM), 0.0, list[tuple[float, str]]()
+    access = Access(path, lambda: now)
+
+    async def connect(**settings: Any) -> str:
+        asked.append((now, settings["sasl_plain_password"]))
+        if settings["sasl_plain_password"] != "right":
+            raise kafka.SaslAuthenticationFailed("no")
+        return "connection"
+
+    async def attempt() -> str | None:
+        try:
+            found: str = await access.open(connect, "h", 1)
+        except RefusedError:
+            return None
+        return found
+
+    for _ in range(1000):
+        assert await attempt() is None
+        now += 0.1
+        await asyncio.sleep(0)
+    times = [at for at, _ in asked]
+    assert len(times) == 5
+    waits = [after - before for before, after in pairwise(times)]
+    assert all(wait > 1.7 * before for before, wait in pairwise(waits)), waits
+    assert waits[0] == pytest.approx(FIRST_HOLD_S, abs=1.5)
+    assert "ann" in (access.problem or "")
+    now += LONGEST_HOLD_S
+    assert access.problem is None, "of a node that nobody wants any more"
+    write(tmp_path, _SCRAM, "right")
+    now += 1.0
+    assert await attempt() == "connection"
+    assert access.problem is None
