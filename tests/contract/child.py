@@ -22,6 +22,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import TopicPartition
 from tests.contract.harness import open_spec
 from tests.contract.traffic import DEADLINE, marks_of, numbers_of, poll, record
+from tests.support.freeze import freeze
 
 
 class Child:
@@ -63,8 +64,8 @@ class Child:
         return [json.loads(line) for line in lines]
 
     def freeze(self) -> None:
-        """SIGSTOP: no heartbeat, no answer, and it does not know."""
-        self.process.send_signal(signal.SIGSTOP)
+        """No heartbeat, no answer, and it does not know. Blocks for some milliseconds."""
+        freeze(self.process.pid)
 
     def thaw(self) -> None:
         """SIGCONT."""

@@ -1,7 +1,6 @@
 """A member that died is replaced at once, one that is only silent when its lease ran out. Both leases last ten minutes."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.groups import GroupsFile
 from services.core.broker.log.leases import Leases
 from services.core.broker.record import TopicPartition
+from tests.support.freeze import freeze
 
 TOPIC = "orders"
 LEASE = 600
@@ -78,8 +78,7 @@ def test_a_frozen_member_keeps_its_lease_and_then_is_fenced(
     """If it fails, a process that hangs for a moment loses its partitions while it believes to own them, or one that
     hung for long commits over its successor."""
     with member(folder) as owner, closing(Leases(folder, LEASE * 1000)) as leases:
-        owner.send_signal(signal.SIGSTOP)
-        os.waitpid(owner.pid, os.WUNTRACED)
+        freeze(owner.pid)
         for _ in range(5):
             beat = leases.heartbeat("g", "other", {TOPIC: len(ALL)}, {})
             assert not beat.acquired, "taken from a member whose lease holds"

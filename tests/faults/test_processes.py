@@ -10,6 +10,7 @@ from services.core.broker.partitioner import choose_partition
 from tests.faults.conftest import Report
 from tests.faults.fleet import wait_until
 from tests.faults.trial import PARTITIONS, Trial, open_trial
+from tests.support.freeze import freeze
 from tests.support.oracle import KEYS
 
 FROZEN = 30.0
@@ -50,7 +51,7 @@ async def test_freeze_for_longer_than_the_lease(url: str, tmp_path: Path, report
         async with trial.load(), trial.watch_commits() as went_back:
             await wait_until(lambda: {worker for _, worker in trial.sink.firsts} == {"expel-1", "expel-2"})
             await asyncio.sleep(0.5)
-            frozen.send(signal.SIGSTOP)
+            await asyncio.to_thread(freeze, frozen.pid)
             struck = time.monotonic()
             before = len(trial.sink.firsts)
             await wait_until(lambda: partitions_of(trial.sink.firsts[before:], "expel-2") == set(range(PARTITIONS)))
@@ -74,7 +75,7 @@ async def test_frozen_while_another_came_and_went(url: str, tmp_path: Path, repo
         frozen = await trial.start_expel("expel-1")
         async with trial.load():
             await wait_until(lambda: partitions_of(trial.sink.firsts, "expel-1") == set(range(PARTITIONS)))
-            frozen.send(signal.SIGSTOP)
+            await asyncio.to_thread(freeze, frozen.pid)
             before = len(trial.sink.firsts)
             other = await trial.start_expel("expel-2")
             await wait_until(lambda: partitions_of(trial.sink.firsts[before:], "expel-2") == set(range(PARTITIONS)))

@@ -260,7 +260,11 @@ def test_retention_waits_and_a_deleted_topic_is_still_copied(tmp_path: Path) -> 
 
 def test_the_locks_are_given_back_while_one_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: a frozen writer of one topic stops the writers of all topics for as long as the backup waits."""
-    monkeypatch.setattr(cut, "BusyHandler", lambda _seconds: lambda _tries: False)
+
+    def refuse(_tries: int) -> bool:
+        raise apsw.BusyError("its write lock is not free")
+
+    monkeypatch.setattr(cut, "BusyHandler", lambda _path, _seconds: refuse)
     fleet = Fleet(tmp_path / "data", random.Random(1))
     pauses: list[str] = []
 

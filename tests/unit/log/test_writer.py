@@ -1,6 +1,7 @@
 """Appending: gapless for any number of writers, fenced where asked, and refused before the disk is full."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,39 @@ def test_a_fenced_epoch_is_stored_once(tmp_path: Path) -> None:
         assert writer.append({0: block}, Fence("other", 7)) == {0: [3]}
         assert writer.append({0: block}, Fence("job", 8)) == {0: [6]}
     assert numbers(folder) == [0, 1, 2] * 3
+
+
+_HOLD = """
+import apsw, sys
+connection = apsw.Connection(sys.argv[1])
+connection.execute("BEGIN IMMEDIATE")
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_who_holds_the_write_lock_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a frozen process stops all the others, and none of them says which one it is."""
+    folder = make_topic(tmp_path)
+    real = sqlite_file.BusyHandler
+    monkeypatch.setattr(sqlite_file, "BusyHandler", lambda path: real(path, seconds=0.0))
+    command = [sys.executable, "-c", _HOLD, str(folder.topic(TOPIC).db)]
+    with (
+        TopicWriter(folder, TOPIC, WallClock()) as writer,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder,
+    ):
+        assert holder.stdout
+        holder.stdout.readline()
+        with pytest.raises(Unavailable, match=f"Process {holder.pid} holds it. Is its disk slow?"):
+            writer.append({0: pack_all(records(0, 3))})
+        holder.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
+        with pytest.raises(Unavailable, match=f"is stopped. Try: kill -CONT {holder.pid}"):
+            writer.append({0: pack_all(records(0, 3))})
+        holder.kill()
+        holder.wait()
+        writer.append({0: pack_all(records(0, 3))})
+    assert numbers(folder) == [0, 1, 2]
 
 
 def test_an_altered_epoch_is_damage(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import apsw
@@ -129,25 +130,25 @@ def _lock_all(files: Sequence[tuple[str, apsw.Connection]], locks: ExitStack) ->
 
     Nobody else holds two of them, so none waits for ever.
     """
-    busy = ""
+    busy = Unavailable("no file")
     for _, connection in files:
-        connection.set_busy_handler(BusyHandler(_PATIENCE))
+        connection.set_busy_handler(BusyHandler(Path(connection.filename), _PATIENCE))
     for _ in range(_TRIES):
         begun = time.monotonic()
         with ExitStack() as held:
             try:
                 for topic, connection in files:
-                    busy = topic
                     with classified(topic):
                         connection.execute("BEGIN IMMEDIATE")
                     held.callback(connection.execute, "ROLLBACK")
-            except Unavailable:
+            except Unavailable as error:
+                busy = error
                 held.close()
                 time.sleep(_PAUSE)
                 continue
             locks.push(held.pop_all())
             return begun
-    raise Unavailable(f"{busy}: its write lock is not free. Try: again; is a process frozen? (penstock status)")
+    raise busy
 
 
 def _cut_topic(store: TopicStore) -> TopicCut:

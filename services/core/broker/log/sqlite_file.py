@@ -73,7 +73,7 @@ def connect(path: Path, *, create: bool = False, durable: bool = True) -> apsw.C
     flags = apsw.SQLITE_OPEN_READWRITE | (apsw.SQLITE_OPEN_CREATE if create else 0)
     connection = apsw.Connection(str(path), flags=flags)
     try:
-        connection.set_busy_handler(BusyHandler())
+        connection.set_busy_handler(BusyHandler(path))
         if create:
             connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
             connection.pragma("journal_mode", "wal")
@@ -107,18 +107,57 @@ def fetch(connection: apsw.Connection, sql: str, bindings: tuple[Any, ...] = ())
 class BusyHandler:
     """Waits for another process's transaction: half a millisecond at a time, because one lasts about as long as a sync.
 
-    SQLite's own handler soon sleeps 25 to 100 ms at a time.
+    SQLite's own handler soon sleeps 25 to 100 ms at a time. After `seconds` the statement fails with a BusyError that names
+    the process.
     """
 
-    def __init__(self, seconds: float = BUSY_SECONDS) -> None:
-        self._seconds, self._since = seconds, 0.0
+    def __init__(self, path: Path, seconds: float = BUSY_SECONDS) -> None:
+        self._path, self._seconds, self._since = path, seconds, 0.0
 
     def __call__(self, tries: int) -> bool:
         now = time.monotonic()
         if tries == 0:
             self._since = now
         time.sleep(0.0005 if tries < 100 else 0.005)
-        return now - self._since < self._seconds
+        if now - self._since < self._seconds:
+            return True
+        raise apsw.BusyError(f"its write lock is not free. {_describe_holder(self._path)}")
+
+
+_WRITE_LOCK = 120
+"""The byte of the -shm file that a writer locks: https://www.sqlite.org/walformat.html#wal_locks"""
+
+
+def find_lock_holder(path: Path) -> int | None:
+    """The process that holds the file's write lock. None: nobody, or the system does not say (it is not Linux).
+
+    It opens no file of SQLite's: to close one would give up the locks that this process itself has on it.
+    """
+    try:
+        inode = str(path.with_name(f"{path.name}-shm").stat().st_ino)
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, kind, _, access, pid, file, first, last = line.split()[-8:]
+            is_write_lock = (
+                kind == "POSIX" and access == "WRITE" and last != "EOF" and int(first) <= _WRITE_LOCK <= int(last)
+            )
+            if is_write_lock and file.split(":")[-1] == inode:
+                return int(pid)
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _describe_holder(path: Path) -> str:
+    pid = find_lock_holder(path)
+    if not pid:  # 0 is a process that this container does not see
+        return "Is another process frozen? Try: penstock status"
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        state = ""
+    if state in ("T", "t"):
+        return f"Process {pid} holds it and is stopped. Try: kill -CONT {pid}; if it does not go on, kill -9 {pid}"
+    return f"Process {pid} holds it. Is its disk slow? If it hangs, try: kill -9 {pid}"
 
 
 def checksum(*fields: object) -> int:
@@ -161,7 +200,7 @@ def classify(error: Exception, topic: str) -> BrokerError:
     if isinstance(error, apsw.FullError) or (isinstance(error, OSError) and error.errno in _FULL):
         return StorageFull(f"{topic}: disk full, nothing was stored. Try: freeing space; appends go on by themselves")
     if isinstance(error, apsw.BusyError | apsw.LockedError):
-        return Unavailable(f"{topic}: another process held the log's write lock for too long")
+        return Unavailable(f"{topic}: {error}")
     return Unavailable(f"{topic}: {type(error).__name__}: {error}")
 
 
