@@ -187,7 +187,8 @@ def find_failing(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             f"The transform of {pipe} has failed {count} times, and runs again.",
             newest.evidence,
-            f"{log_command(newest.instance, 'query_failed')}   # then: penstock try {pipe} -f {facts.pipes_path}",
+            f"{log_command(newest.instance, 'query_failed')}   # then: penstock try {pipe} -f {facts.pipes_path} "
+            "--from-stream 100",
             about(f"pipe {pipe}", "transform"),
             is_note=0 < newest.last < facts.now - FAILED_S,
         )
