@@ -247,6 +247,11 @@ class Facts:
         starts = [at for other, _, at, _ in self.series("process_start_time_seconds") if other is one]
         return max(0.0, self.now - starts[0]) if starts else None
 
+    def is_young(self, one: Instance, limit: float) -> bool:
+        """Whether it was started less than `limit` seconds ago; not where its age is unknown."""
+        age = self.age_of(one)
+        return age is not None and age < limit
+
     def lane_of(self, group: str) -> str:
         """`pipe/destination` of a destination's group; the group itself for any other."""
         for name, pipe in (self.pipes.pipes if self.pipes is not None else {}).items():

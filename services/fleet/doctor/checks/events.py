@@ -137,7 +137,7 @@ def find_unserved(facts: Facts) -> Iterator[Finding]:
     expels = [one for one in facts.of("expel") if (one.second or one.first) is not None]
     if facts.pipes is None or not expels or any(one.answer != "ready" for one in facts.of("expel")):
         return
-    if any((facts.age_of(one) or STARTING_S) < STARTING_S for one in expels):
+    if any(facts.is_young(one, STARTING_S) for one in expels):
         return
     served = {labels["pipe"] for _, labels, _, _ in facts.series("penstock_expel_lane_up")}
     for name, pipe in facts.pipes.pipes.items():
@@ -158,7 +158,7 @@ def find_retrier_down(facts: Facts) -> Iterator[Finding]:
     retriers = [one for one, _, _, _ in found]
     if not found or any(before or value for _, _, before, value in found):
         return
-    if any((facts.age_of(one) or STARTING_S) < STARTING_S for one in retriers):
+    if any(facts.is_young(one, STARTING_S) for one in retriers):
         return
     errors = [line.text[:300] for one in retriers for line in one.lines if line.level in ("warning", "error")]
     yield Finding(

@@ -25,7 +25,7 @@ def find_no_speaker(facts: Facts) -> Iterator[Finding]:
     observers = [one for one, _, _, _ in found]
     if not found or any(before or value for _, _, before, value in found):
         return
-    if any((facts.age_of(one) or STARTING_S) < STARTING_S or _stepped_down(facts, one) for one in observers):
+    if any(facts.is_young(one, STARTING_S) or _stepped_down(facts, one) for one in observers):
         return
     said = [f"its log: {line.text[:300]}" for one in observers for line in one.lines if line.event == "speaker_unknown"]
     yield Finding(
@@ -105,7 +105,7 @@ def find_open_minutes(facts: Facts) -> Iterator[Finding]:
     """Destinations of which most of the newest minutes are not final, where no pause and no open circuit breaker explains it."""
     lanes: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for one, labels, before, value in facts.gauges("penstock_ledger_open_minutes"):
-        if (facts.age_of(one) or WATCHED_S) >= WATCHED_S:
+        if not facts.is_young(one, WATCHED_S):
             lanes[labels["pipe"], labels["destination"]].append(min(value, value if before is None else before))
     for (pipe, destination), counts in lanes.items():
         where = {"pipe": pipe, "destination": destination}
@@ -160,9 +160,10 @@ def _newest(moves: Iterator[Moves], *labels: str) -> dict[tuple[str, ...], Moves
 
 def describe_reports(facts: Facts, node: str) -> list[str]:
     """What the processes of a node say about their own reports: one that writes none shows why the observer hears nothing."""
-    found = [
-        f"{one.name} answers, and has written {value:.0f} reports, {grown:.0f} of them in the last {facts.seconds():.0f} s"
+    found = {
+        one.name: f"{one.name} answers, and has written {value:.0f} reports, "
+        f"{grown:.0f} of them in the last {facts.seconds():.0f} s"
         for one, _, value, grown in facts.series("penstock_ledger_reports_total", node=node)
-    ]
-    silent = [one.name for one in facts.of(node) if one.answers and not any(one.name in text for text in found)]
-    return found + [f"{name} answers, and has written no report: is `ledger` off?" for name in silent]
+    }
+    silent = [one.name for one in facts.of(node) if one.answers and one.name not in found]
+    return [*found.values(), *(f"{name} answers, and has written no report: is `ledger` off?" for name in silent)]

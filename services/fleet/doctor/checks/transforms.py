@@ -8,10 +8,9 @@ from services.core.topic_names import output_topic
 from services.core.units import format_count
 from services.fleet.doctor.checks.moves import Moves, find_moves, log_command, span
 from services.fleet.doctor.diagnosis import Finding, about
-from services.fleet.doctor.facts import Checkpoint, Facts, Instance
+from services.fleet.doctor.facts import Checkpoint, Facts, Instance, LogLine
 
 _CHECKPOINT_WORDS = ("checkpoint", "penstock.json")
-_POISON = ("batch_in_parts", "batch_begun_before_and_not_done")
 STUCK_RECORDS = 1
 FIRST_START_S = 240.0
 """`penstock up` waits so long for a start, unless `ready_within` says otherwise."""
@@ -116,7 +115,7 @@ def find_poison(facts: Facts) -> Iterator[Finding]:
             count[one.pipe].append(f"{format_count(one.count, 'new dead letter')} ({one.reason}{example})")
     for instance in facts.of("transform"):
         for line in instance.lines:
-            if line.event in _POISON and line.at > facts.now - 900:
+            if line.at > facts.now - 900 and _shows_poison(line):
                 count[str(line.fields.get("pipe", ""))].append(f"{instance.name}: {line.text[:300]}")
     for pipe, evidence in count.items():
         yield Finding(
@@ -127,13 +126,20 @@ def find_poison(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _shows_poison(line: LogLine) -> bool:
+    """A batch in parts, or one that ended two processes: a single end may have had any cause."""
+    ended = line.fields.get("ended_processes")
+    again = line.event == "batch_begun_before_and_not_done" and isinstance(ended, int) and ended > 1
+    return again or line.event == "batch_in_parts"
+
+
 def find_down(facts: Facts) -> Iterator[Finding]:
     """Queries that do not run, or that fail again and again."""
     said = dict(_problems(facts))
     for one, labels, value, _ in facts.series("penstock_transform_query_up"):
         pipe = labels["pipe"]
         failures = facts.total("penstock_transform_query_failures_total", pipe=pipe)
-        is_starting = (one.age or FIRST_START_S) < FIRST_START_S and not failures
+        is_starting = facts.is_young(one, FIRST_START_S) and not failures
         if value or is_starting or facts.total("penstock_transform_paused", pipe=pipe):
             continue
         yield Finding(
@@ -160,7 +166,7 @@ def find_stuck(facts: Facts) -> Iterator[Finding]:
         pipe = labels["pipe"]
         behind = facts.total("penstock_broker_lag_records", group=pipe)
         read = facts.growth("penstock_transform_events_read_total", pipe=pipe)
-        is_young = (one.age or FIRST_START_S) < FIRST_START_S
+        is_young = facts.is_young(one, FIRST_START_S)
         live = facts.total("penstock_transform_mode", pipe=pipe, mode="real-time")
         if live and facts.seconds() < REAL_TIME_S:
             continue

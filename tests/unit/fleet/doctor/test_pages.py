@@ -183,6 +183,17 @@ def test_a_fault(page: str, change: Change, check: str, words: str) -> None:
     assert found.status == 1
 
 
+def start_elsewhere(facts: Facts) -> None:
+    elsewhere(counted("retrier", "penstock_retrier_up", {}, 0, 0))(facts)
+    count(instance(facts, "retrier"), "process_start_time_seconds", {}, NOW + 3, NOW + 3)
+
+
+def begin_again(ended: int) -> Change:
+    """A batch that ended so many processes."""
+    event = "batch_begun_before_and_not_done"
+    return counted("transform", QUERY, LARGE, 0, 0, event=event, age=30, batch=6, ended_processes=ended, pipe="large")
+
+
 HARMLESS: tuple[tuple[str, Change], ...] = (
     ("an autoscaler that has just decided", reports(at_ms=int((NOW - 100) * 1000))),
     ("an autoscaler that was removed two days ago", reports(at_ms=int((NOW - 2 * 86400) * 1000))),
@@ -215,6 +226,8 @@ HARMLESS: tuple[tuple[str, Change], ...] = (
     ),
     ("an expel that starts", starts("expel", unserve)),
     ("a retrier that joins its group", starts("retrier", counted("retrier", "penstock_retrier_up", {}, 0, 0))),
+    ("a retrier elsewhere that starts, on a clock ahead of ours", start_elsewhere),
+    ("a transform that ended one process", begin_again(1)),
     ("a retrier that came up meanwhile", counted("retrier", "penstock_retrier_up", {}, 0, 1)),
     ("an event that is due soon", due(-60)),
     (
@@ -283,6 +296,27 @@ def test_counters_of_a_fleet_elsewhere() -> None:
     assert [cause.check.name for cause in young.causes] == ["reports-gone"]
     assert "since its start 4 minutes ago" in young.causes[0].finding.evidence[0]
     assert broken(elsewhere(lambda _: None)).status == 0
+
+
+def test_a_batch_that_ends_processes() -> None:
+    """Broken: events that end Java look like none; or one kill of the transform looks like such an event."""
+    (cause,) = broken(begin_again(2)).causes
+    assert (cause.check.name, cause.finding.what) == (
+        "transform-poison",
+        "The transform of large meets events that it cannot process.",
+    )
+
+
+def test_one_of_two_that_reports_nothing() -> None:
+    """Broken: the one process whose ledger is off is not named, because another one's name begins as its own."""
+
+    def rename(facts: Facts) -> None:
+        silent(facts)
+        add_expel(facts)
+        facts.of("expel")[1].name = "expel"
+
+    evidence = broken(rename).causes[0].finding.evidence
+    assert "expel answers, and has written no report: is `ledger` off?" in evidence
 
 
 def test_a_query_that_has_recovered_is_a_note() -> None:
