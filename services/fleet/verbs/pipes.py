@@ -45,10 +45,7 @@ pipes:
     sources: [orders]
     transform:
       # `event` identifies the event and keeps its id and time; the other columns become the new payload
-      sql: |
-        SELECT event, id, customer, amount, round(amount * 0.19, 2) AS vat
-        FROM orders
-        WHERE amount >= 100
+      sql: SELECT event, id, customer, amount, round(amount * 0.19, 2) AS vat FROM orders WHERE amount >= 100
     destinations:
       - name: billing
         webhook:
