@@ -155,7 +155,7 @@ MUTES = {
     "CrashLoop": (("component",), ("ComponentDown", "ProcessDown", "ProcessRestarts")),
     "ComponentDown": (("component",), ("ProcessDown", "ProcessRestarts", "NotReady")),
     "IngestRefuses": (("stream",), ("IngestNotReady",)),
-    "DiskFull": (("folder",), ("DiskFills",)),
+    "DiskFull": (("folder", "host"), ("DiskFills",)),
     "EveryDestinationDown": ((), ("DestinationDown",)),
     "CertificateExpired": (("name", "key"), ("CertificateExpires",)),
 }
