@@ -299,7 +299,7 @@ class OriginSets:
             folded = self._kept[run].highest if run in self._kept else -1
             floor = max(floor, folded + 1, gone.max() + 1 if gone else 0)
         self.floors[run] = floor
-        self.gone.remove_range(run, before, floor, BitMap())
+        self.gone.remove_range(run, 0, floor, BitMap())  # also what was kept, and is settled now
         kept = self.kept(run, span(before, floor))
         self.pack(run, before, floor, kept)  # first: a range in which all events are takes nothing while it is whole
         for origins in self._all_sets():
