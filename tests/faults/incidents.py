@@ -315,6 +315,7 @@ INCIDENTS: tuple[Incident, ...] = (
         _fill_disk,
         _of("DiskFull", "IngestRefuses", "IngestNotReady", "NotReady"),
         frozenset({"disk-full"}),
+        may=_of("TelemetryFails"),  # reports are not stored either; it fires after about 300 s
         small_disk=True,
     ),
     Incident("clock wrong", _set_clock, _of("ClockWrong"), frozenset({"clock"}), apart=True),

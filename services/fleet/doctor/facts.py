@@ -126,7 +126,7 @@ class BrokerFacts:
     """problem: why it cannot be used, for a person; empty when it can. missing: topics of the pipe file that it lacks.
 
     marks: of the transforms that have begun, by pipe. lags, later: by group and topic, some seconds apart. newest: the highest
-    arrival time of a stream's newest records, ms.
+    arrival time of a stream's newest records, ms; newest_at: our clock when these were read, s.
     """
 
     url: str = ""
@@ -141,6 +141,7 @@ class BrokerFacts:
     positions_later: dict[tuple[str, str], dict[int, int]] = field(default_factory=dict)
     gaps: dict[tuple[str, TopicPartition], tuple[int, int]] = field(default_factory=dict)
     newest: dict[str, int] = field(default_factory=dict)
+    newest_at: float = 0.0
     letters: tuple[Letters, ...] = ()
     damage: tuple[str, ...] = ()
     ends: dict[str, int] = field(default_factory=dict)

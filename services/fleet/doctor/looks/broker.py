@@ -240,4 +240,5 @@ async def _read_newest(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
             arrivals = [arrival for record in (batch.records if batch else ()) if (arrival := read_arrival(record))]
             if arrivals:
                 facts.broker.newest[topic] = max(facts.broker.newest.get(topic, 0), *arrivals)
+    facts.broker.newest_at = time.time()
     facts.broker.damage = tuple(damage)

@@ -249,6 +249,12 @@ def test_a_wrong_clock() -> None:
 
     assert first_of(broken(store_in_future)) == "clock"
 
+    def look_slowly(facts: Facts) -> None:
+        store_in_future(facts)
+        facts.broker.newest_at = NOW + 601
+
+    assert not broken(look_slowly).causes
+
 
 def fail_attempts(facts: Facts) -> None:
     expel = instance(facts, "expel")
