@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from aiokafka import AIOKafkaProducer
-from aiokafka.protocol.admin import DeleteGroupsRequest
 from aiokafka.protocol.commit import OffsetCommitRequest
 from structlog.testing import capture_logs
 
@@ -32,7 +31,7 @@ from tests.contract.traffic import (
     until,
     until_async,
 )
-from tests.support.kafka import describe_partitions, make_topic, unique_name
+from tests.support.kafka import delete_group, describe_partitions, make_topic, unique_name
 
 pytestmark = pytest.mark.kafka
 
@@ -46,17 +45,6 @@ async def _asking(cluster: KafkaCluster) -> AsyncIterator[Cluster]:
         yield asking
     finally:
         await asking.close()
-
-
-async def _expire_offsets(cluster: KafkaCluster, group: str) -> None:
-    """As `offsets.retention.minutes` does to a group without members."""
-    async with _asking(cluster) as asking:
-
-        async def is_deleted() -> bool:
-            answer = await asking.ask_coordinator(group, DeleteGroupsRequest([group]))
-            return all(code == 0 for _, code in answer.results)
-
-        await until_async(is_deleted, "the group is deleted")
 
 
 async def _begin(consumer: Consumer) -> None:
@@ -77,7 +65,7 @@ async def test_offsets_that_kafka_expired_are_a_stop(kafka_cluster: KafkaCluster
             await append(broker, topic, numbered(range(5)))
             await consumer.commit(marks_of(await read(consumer, 5)))
         await append(broker, topic, numbered(range(5, 8)))
-    await _expire_offsets(kafka_cluster, group)
+    await delete_group(kafka_cluster.bootstrap, group)
     async with KafkaBroker.open(kafka_cluster.bootstrap, timing=_TIMING) as broker:
         async with broker.consumer(group, [topic], start=start, on_revoke=ignore_revoke) as consumer:
             for _ in range(2):
@@ -100,7 +88,7 @@ async def test_a_group_that_is_renamed_after_its_offsets_expired_stops_too(kafka
             await append(broker, topic, numbered(range(5)))
             await consumer.commit(marks_of(await read(consumer, 5)))
         await append(broker, topic, numbered(range(5, 8)))
-    await _expire_offsets(kafka_cluster, group)
+    await delete_group(kafka_cluster.bootstrap, group)
     async with KafkaBroker.open(kafka_cluster.bootstrap, timing=_TIMING) as broker:
         assert await broker.admin.copy_positions(group, renamed, topic)
         assert not await broker.admin.copy_positions(group, renamed, topic)

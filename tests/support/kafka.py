@@ -8,6 +8,10 @@ from uuid import uuid4
 
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import KafkaConnectionError
+from aiokafka.protocol.admin import DeleteGroupsRequest
+
+from services.core.broker.kafka import Timing
+from services.core.broker.kafka.cluster import Cluster
 
 
 def unique_name(hint: str) -> str:
@@ -61,6 +65,18 @@ async def describe_partitions(bootstrap: str, topic: str) -> list[dict[str, Any]
             if partitions:
                 return sorted(partitions, key=lambda partition: partition["partition"])
             await asyncio.sleep(0.05)
+
+
+async def delete_group(bootstrap: str, group: str) -> None:
+    """What Kafka does to a group without members after `offsets.retention.minutes`, and a person with
+    `kafka-consumer-groups --delete`."""
+    asking = Cluster(bootstrap, "test", Timing(session=2.0, heartbeat=0.3, drain=10.0, request=4.0, metadata=1.0))
+    try:
+        async with asyncio.timeout(120):
+            while any(code for _, code in (await asking.ask_coordinator(group, DeleteGroupsRequest([group]))).results):
+                await asyncio.sleep(0.05)
+    finally:
+        await asking.close()
 
 
 async def _has_leaders(address: str, topic: str, partitions: int) -> bool:
