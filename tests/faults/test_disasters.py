@@ -70,7 +70,7 @@ async def test_what_kafka_forgot(kafka_cluster: KafkaCluster, tmp_path: Path) ->
         assert shop.crm.came == dict.fromkeys({*delivered, *waiting}, 1)
 
         await _delete_topics(kafka_cluster, [f"{prefix}orders"])
-        await shop.run(command_of(DELETE, "penstock apply", url=shop.url) + " --allow-networks 127.0.0.0/8")
+        await shop.run(command_of(DELETE, "penstock apply -f", url=shop.url) + " --allow-networks 127.0.0.0/8")
         await wait_until(lambda: shop.fleet.services["ingest"].is_ready())
         await shop.wait_came(await shop.send(20))
 
