@@ -2,7 +2,6 @@
 must name the cause in first place."""
 
 import asyncio
-import shutil
 import signal
 import ssl
 import subprocess
@@ -227,7 +226,10 @@ async def _poison(fleet: IncidentFleet) -> None:
 
 async def _lose_checkpoint(fleet: IncidentFleet) -> None:
     """Somebody tidies up the disk of a running transform."""
-    await asyncio.to_thread(shutil.rmtree, fleet.data / "checkpoints" / "large" / "offsets", ignore_errors=True)
+    offsets = fleet.data / "checkpoints" / "large" / "offsets"
+    await asyncio.to_thread(
+        offsets.rename, fleet.folder / "tidied"
+    )  # at once: a batch that begins meanwhile would bring it back
     await asyncio.sleep(1)
     await asyncio.to_thread(fleet.signal, "transform", signal.SIGKILL)
 
