@@ -40,6 +40,8 @@ class Choice:
     weights: dict[str, int]
     """How often what happens, by kind."""
     theme: "Theme"
+    is_dated: bool
+    """Whether some events say that they are days old."""
 
     @property
     def words(self) -> frozenset[str]:
@@ -57,6 +59,7 @@ class Choice:
         words |= {"keys"} if self.has_keys else set()
         words |= {"signed"} if any("secret" in one["webhook"] for one in destinations) else set()
         words |= {"writers"} if self.theme is OF_WRITERS else set()
+        words |= {"dated"} if self.is_dated else set()
         words |= {"several"} if len(destinations) > 1 else set()
         return frozenset(words | {f"order: {one['webhook']['order']}" for one in destinations})
 
@@ -118,6 +121,8 @@ OF_WRITERS = Theme(
     gives_up=0.5,
 )
 """Appends are in doubt, and then refused until nobody tries them any more; then others follow them. Every tenth seed has it."""
+DATED = 5
+"""The rest of seeds by eight in whose histories some events say that they are days old."""
 WIDE, PAIR = 0.5, 0.2
 """Shares of the histories without a theme, and of those whose theme is any two kinds of operators."""
 
@@ -155,6 +160,7 @@ def choose(seed: int) -> Choice:
     operators = some(OPERATORS, 0.3 if is_wide else 0.1, theme.operators)
     kind = rng.choice([kind for kind in KINDS if not theme.brokers or kind.name in theme.brokers])
     node_faults = some(_NODE_FAULTS.get(kind.name, ()), 0.4)
+    is_dated = seed % 8 == DATED
     kinds = [
         *["nodes"] * bool(node_faults),
         *["weather"] * bool(broker_faults),
@@ -179,7 +185,10 @@ def choose(seed: int) -> Choice:
         has_keys=rng.random() < 0.3,
         counts={"ingest": rng.randint(1, 2), "expel": rng.choice((1, 1, 2))},
         pipes={
-            "streams": {STREAM: {"partitions": rng.randint(1, 3), "id": "id", "key": "key"}},
+            "streams": {
+                STREAM: {"partitions": rng.randint(1, 3), "id": "id", "key": "key"}
+                | ({"time": "time"} if is_dated else {})
+            },
             "pipes": {"p": {"sources": [STREAM], "destinations": destinations} | transform},
         },
         chunk_bytes=rng.choice((400, 900_000)),
@@ -189,6 +198,7 @@ def choose(seed: int) -> Choice:
         batch=rng.choice((1, 4, 12)),
         weights=weights,
         theme=theme,
+        is_dated=is_dated,
     )
 
 

@@ -13,6 +13,7 @@ from tests.simulation.history import run_seed
 from tests.simulation.patches import PATCHES
 from tests.simulation.readers import history as readers
 from tests.simulation.readers.kafka_server import replace_connections
+from tests.simulation.readers.log_world import replace_threads
 from tests.simulation.verdict import Verdict
 
 COLLECT_EVERY = 25
@@ -54,6 +55,7 @@ def main() -> int:
         return prove(given.first, given.seeds or PROVE_WITHIN, [given.without] if given.without else None)
     replace_seams()
     replace_connections()
+    replace_threads()
     sys.unraisablehook = lambda _unraisable: None  # what a killed process had open is thrown away, `finally` and all
     if given.seed is not None:
         return _report(run(given.seed, shown=True))

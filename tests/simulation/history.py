@@ -55,7 +55,7 @@ class History:
         self.machine = Machine(self.rng, self.trace)
         self.weather = Weather(self.rng, self.machine.time, self.choice.broker_faults)
         self.cluster = Cluster(self.machine, self.rng, self.choice.kind, self.weather)
-        self.oracle = Oracle()
+        self.oracle = Oracle(is_dated=self.choice.is_dated)
         self.receivers: dict[tuple[str, str], Receiver] = {}
         self.deaf_until = 0.0
         """Until when some process may not follow what is paused, and which files have changed."""
@@ -384,7 +384,7 @@ class History:
             for record in stored.records:
                 event_id = record.header(ID) or b"?"
                 pipe, name = record.header(DEAD_PREFIX + "pipe"), record.header(DEAD_PREFIX + "destination")
-                self.oracle.bury((pipe or b"").decode(), (name or b"").decode(), event_id.decode())
+                self.oracle.bury((pipe or b"").decode(), (name or b"").decode(), event_id.decode(), record.timestamp)
 
 
 def _limit_appends(size: int) -> None:

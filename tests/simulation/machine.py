@@ -249,6 +249,13 @@ class Machine(VirtualLoop):
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]  # there is one thread
 
+    def run_in_executor(  # type: ignore[override]  # typeshed has *args of a TypeVarTuple here
+        self, executor: Any, call: Callable[..., Any], *args: Any
+    ) -> "asyncio.Future[Any]":
+        """As there; a modelled thread takes its time."""
+        run = getattr(executor, "run", None)
+        return super().run_in_executor(executor, call, *args) if run is None else cast("Any", run(call, *args))
+
     def add_signal_handler(  # type: ignore[override]  # as above
         self, sig: int, callback: Callable[..., Any], *args: Any
     ) -> None:

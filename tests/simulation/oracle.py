@@ -14,7 +14,10 @@ import orjson
 
 from tests.simulation.transform import is_filtered
 from tests.support.oracle import Fate, says_not_stored
+from tests.support.virtual_loop import EPOCH
 
+OLD_MS = int((EPOCH - 3 * 86_400) * 1000)
+"""Three days before the history."""
 HEARD_S = 1.5
 """After a pause is durable nothing is sent to its destination any more: a look each second, and what is under way."""
 
@@ -30,6 +33,8 @@ class Event:
     sent_at: float = 0.0
     after: "Event | None" = None
     """The event of its key that must arrive before it."""
+    time: int | None = None
+    """What it says itself of when it happened, ms."""
     is_lost: bool = False
     """An operator or the broker took it away, with whatever was still to be done."""
 
@@ -41,7 +46,8 @@ class Event:
 def payload(event: Event) -> bytes:
     """A function of the id."""
     fill = hashlib.blake2b(event.id.encode(), digest_size=8).hexdigest()
-    return b'{"id":"%s","key":"%s","fill":"%s"}' % (event.id.encode(), event.key.encode(), fill.encode())
+    time = b"" if event.time is None else b',"time":%d' % event.time
+    return b'{"id":"%s","key":"%s","fill":"%s"%s}' % (event.id.encode(), event.key.encode(), fill.encode(), time)
 
 
 @dataclass
@@ -63,9 +69,10 @@ class Route:
 
 
 class Oracle:
-    """All events and all routes of one history."""
+    """All events and all routes of one history. is_dated: every fourth event says that it is days old."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_dated: bool = False) -> None:
+        self._is_dated = is_dated
         self.events: list[Event] = []
         self.routes: dict[tuple[str, str], Route] = {}
         self.complaints: list[str] = []
@@ -73,7 +80,8 @@ class Oracle:
 
     def issue(self, stream: str, key: str) -> Event:
         """A new event."""
-        event = Event(len(self.events), stream, key)
+        number = len(self.events)
+        event = Event(number, stream, key, time=OLD_MS if self._is_dated and number % 4 == 0 else None)
         self.events.append(event)
         return event
 
@@ -121,8 +129,10 @@ class Oracle:
             return
         route.arrived[event.number] = len(route.arrived)
 
-    def bury(self, pipe: str, destination: str, event_id: str) -> None:
-        """A dead letter."""
+    def bury(self, pipe: str, destination: str, event_id: str, time: int) -> None:
+        """A dead letter. time: of its record, ms; Kafka deletes it when that is as old as the retention."""
+        if time <= OLD_MS:
+            self.complaints.append(f"the dead letter of {event_id} is born days old")
         event, route = self._find(event_id), self.routes.get((pipe, destination))
         if event is None:
             self.complaints.append(f"a dead letter of {pipe}/{destination} is foreign: {event_id}")

@@ -178,6 +178,18 @@ PATCHES = (
         needs=frozenset({"pause", "order: key"}),
     ),
     Patch(
+        "letter-born-old",
+        "a dead letter has the event's time, and Kafka deletes it when that is older than its retention",
+        (
+            Change(
+                "services/core/dead_letter.py",
+                "    return Record(record.key, record.value, now_ms, added + kept)",
+                "    return Record(record.key, record.value, record.timestamp, added + kept)",
+            ),
+        ),
+        needs=frozenset({"kafka", "dated", "400"}),
+    ),
+    Patch(
         "finality-of-all",
         "one destination that is behind keeps the minutes of its siblings open",
         (
@@ -515,6 +527,18 @@ PATCHES = (
         needs=frozenset({"readers", "kinesis", "split"}),
     ),
     Patch(
+        "tag-believed",
+        "on Kinesis, the number of partitions falls to the number of open shards when the tag is removed: keys move",
+        (
+            Change(
+                "services/core/broker/kinesis/streams.py",
+                "partitions = known.largest_tag or known.first_open_shards",
+                "partitions = known.tag or open_shards",
+            ),
+        ),
+        needs=frozenset({"readers", "kinesis", "untag"}),
+    ),
+    Patch(
         "anew-at-latest",
         "on Kinesis, a group with the start latest skips what arrived in a stream made anew before it noticed",
         (
@@ -537,6 +561,23 @@ PATCHES = (
             ),
         ),
         needs=frozenset({"readers", "kinesis", "p.late"}),
+    ),
+    Patch(
+        "rows-never-there",
+        "on the log, a group whose rows are lost from groups.db begins anew, and skips what waits for it",
+        (
+            Change(
+                "services/core/broker/log/membership.py",
+                "has_begun = self.group in groups",
+                "has_begun = self.group in groups and not topic",
+            ),
+            Change(
+                "services/core/broker/log/scan.py",
+                "    for topic in begun:\n        _find_lost(topic, found)\n",
+                "",
+            ),
+        ),
+        needs=frozenset({"readers", "log", "p.late", "away: lose_rows"}),
     ),
 )
 

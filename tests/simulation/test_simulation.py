@@ -33,7 +33,7 @@ def test_no_history_breaks_a_promise() -> None:
     assert [one.returncode for one in found] == [0] * WORKERS
 
 
-@pytest.mark.parametrize("seed", [3, 21, 59])
+@pytest.mark.parametrize("seed", [21, 59, 63])
 def test_one_seed_is_one_history(seed: int) -> None:
     """Broken: a failing seed cannot be replayed."""
     first, second = _run("--seed", str(seed)).stdout, _run("--first", str(seed - 2), "--seeds", "3", "--tell").stdout

@@ -19,6 +19,7 @@ from tests.simulation.clock import follow, seed_everything
 from tests.simulation.machine import EndlessError, Machine, Process
 from tests.simulation.readers.kafka_world import KafkaWorld
 from tests.simulation.readers.kinesis_world import KinesisWorld
+from tests.simulation.readers.log_world import LogWorld
 from tests.simulation.readers.member import DRAIN_S, Work, run_process
 from tests.simulation.readers.oracle import Oracle
 from tests.simulation.readers.world import World
@@ -29,7 +30,7 @@ STREAM, WAITING = "orders", "p.retry"
 EARLY, LATE = "p.early", "p.late"
 SETTLE_S = 150.0
 """Without faults every group must have everything by then."""
-WORLDS: tuple[type[World], ...] = (KafkaWorld, KinesisWorld)
+WORLDS: tuple[type[World], ...] = (*(KafkaWorld, KinesisWorld) * 3, KafkaWorld, LogWorld)
 _PROCESS_FAULTS = ("kill", "freeze", "terminate")
 
 
@@ -150,7 +151,7 @@ class ReaderHistory:
             self.trace(f"{name} {group} processed e{number} at {batch.topic}[{batch.partition}] {batch.offsets[index]}")
             self.oracle.process(group, number)
 
-        work = Work(self.rng, processed)
+        work = Work(self.rng, processed, lambda: self.world.is_calm)
         self._works[name, group] = work
         return work
 

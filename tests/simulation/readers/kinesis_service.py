@@ -61,6 +61,8 @@ class Service:
         self.faults = {"reads": 0.0, "table": 0.0, "calls": 0.0}
         self.valid_since = 0.0
         """Iterators that were given before this have expired."""
+        self.untagged: set[str] = set()
+        """Streams whose tag somebody's infrastructure code has removed."""
         self._sequence = 1
         self._names = 0
 
@@ -74,6 +76,7 @@ class Service:
             for n in range(partitions)
         ]
         self.streams[name] = Stream(partitions, made, shards)
+        self.untagged.discard(name)
 
     def put(
         self, name: str, partition: int, records: list[Record], copy_of: dict[str, Any] | None = None
@@ -201,9 +204,8 @@ class KinesisClient:
         """As there."""
 
         def find() -> Any:
-            return {
-                "Tags": [{"Key": PARTITIONS_TAG, "Value": str(self._service.stream(StreamName).partitions)}][:Limit]
-            }
+            tag = {"Key": PARTITIONS_TAG, "Value": str(self._service.stream(StreamName).partitions)}
+            return {"Tags": [] if StreamName in self._service.untagged else [tag][:Limit]}
 
         return await self._service.answer("calls", find)
 

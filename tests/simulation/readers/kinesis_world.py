@@ -3,14 +3,17 @@
 The faults, by name. split, merge: shards. copies: puts are stored twice, at once or behind others. expire_iterators: all that
 were given. reads, table, calls: requests to shards, to the lease table and about streams are refused, slow, or not answered,
 carried out or not. remake: a stream is deleted and made anew. hurry: others read the shards, too, and leave little of their
-limit.
+limit. untag: a stream loses the tag with its number of partitions, for some seconds or for good. Whoever writes asks for this
+number; one that knew it must not come to another, because keys would move.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, cast
 
 from services.core.broker.contract import Broker
+from services.core.broker.errors import BrokerError
 from services.core.broker.kinesis.aws import Clients, PutRecords, Timing
 from services.core.broker.kinesis.broker import KinesisBroker
 from services.core.broker.record import Record
@@ -24,17 +27,18 @@ _TIMING = Timing(lease=4.0, heartbeat=0.5, sync=2.0, drain=8.0, request=3.0)
 class KinesisWorld(World):
     """One account."""
 
-    faults = ("split", "merge", "copies", "expire_iterators", "reads", "table", "calls", "remake", "hurry")
+    faults = ("split", "merge", "copies", "expire_iterators", "reads", "table", "calls", "remake", "hurry", "untag")
     away = ("split", "merge", "remake")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.service = Service(self.machine, self.rng)
+        self.topics: tuple[str, ...] = ()
         self._is_copying = False
 
     def attach(self, process: Process) -> None:
         """As there."""
-        process.found["kinesis"] = self.service
+        process.found["kinesis"] = self
 
     def open_broker(self) -> AbstractAsyncContextManager[Broker]:
         """As there."""
@@ -46,6 +50,7 @@ class KinesisWorld(World):
 
     def make_topics(self, topics: Mapping[str, int]) -> None:
         """As there."""
+        self.topics = tuple(topics)
         for name, count in topics.items():
             self.service.create(name, count)
 
@@ -89,6 +94,10 @@ class KinesisWorld(World):
                 self._remake(topic)
             case "hurry":
                 self._hurry(topic, self.machine.time() + seconds)
+            case "untag":
+                service.untagged.add(topic)
+                if rng.random() < 0.5:
+                    self.machine.call_later(seconds, service.untagged.discard, topic, context=WORLD)
             case _:
                 service.faults[fault] = rng.choice((0.1, 0.4, 0.9))
                 self.machine.call_later(seconds, service.faults.__setitem__, fault, 0.0, context=WORLD)
@@ -121,17 +130,42 @@ class KinesisWorld(World):
     def close(self) -> None:
         """As there."""
 
+    async def ask_for_partitions(self, broker: Broker, name: str) -> None:
+        """What whoever writes does: ask, again and again. name: of the process."""
+        known: dict[tuple[str, int], int] = {}
+        while True:
+            await asyncio.sleep(1.0)
+            for topic in self.topics:
+                life = self.service.streams[topic].made
+                try:
+                    count = await broker.appender.partition_count(topic)
+                except BrokerError:
+                    continue
+                stream = self.service.streams[topic]
+                if stream.made != life:
+                    continue
+                if count == stream.partitions:
+                    known[topic, life] = count
+                elif (topic, life) in known:
+                    self.oracle.complaints.append(
+                        f"{name} knew that {topic} has {stream.partitions} partitions, and writes to {count}: keys move"
+                    )
+                    del known[topic, life]
+
 
 @asynccontextmanager
 async def _open() -> AsyncIterator[Broker]:
     """As `KinesisBroker.open`."""
     process = current_process()
     assert process is not None
-    service: Service = process.found["kinesis"]
+    world: KinesisWorld = process.found["kinesis"]
+    service = world.service
     clients = Clients(KinesisClient(service), DynamoClient(service), cast("PutRecords", None), None)
     broker = KinesisBroker(clients, _TIMING)
+    asking = asyncio.create_task(world.ask_for_partitions(broker, process.name))
     try:
         yield broker
     finally:
+        asking.cancel()
         await broker.appender.close()
         await broker._streams.close()

@@ -42,10 +42,11 @@ class _Ledger:
 
 
 class Work:
-    """`consuming.Processor`. told: gets the topic and value of each record once it is processed."""
+    """`consuming.Processor`. told: gets the topic and value of each record once it is processed. is_calm: whether nobody pauses
+    any more: a pause and its end would wake a partition that stands still."""
 
-    def __init__(self, rng: random.Random, told: Callable[[Batch, int], None]) -> None:
-        self._rng, self._told = rng, told
+    def __init__(self, rng: random.Random, told: Callable[[Batch, int], None], is_calm: Callable[[], bool]) -> None:
+        self._rng, self._told, self._is_calm = rng, told, is_calm
         self.tracker, self.ledger = OffsetTracker(), _Ledger(rng)
         self._queue: deque[Batch] = deque()
         self._paused: TopicPartition | None = None
@@ -140,7 +141,7 @@ class Work:
             await asyncio.sleep(rng.uniform(1.0, 8.0))
             consumer = membership._consumer
             owned = sorted(consumer.assignment()) if consumer is not None else []
-            if owned:
+            if owned and not self._is_calm():
                 self._paused = rng.choice(owned)
                 membership.pause(self._paused)
                 await asyncio.sleep(rng.uniform(0.1, 4.0))

@@ -1,6 +1,7 @@
 """Partitions that were drained, while groups.db cannot be written for a moment."""
 
 import asyncio
+import fcntl
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -41,3 +42,21 @@ async def test_a_release_that_failed_is_tried_again(tmp_path: Path, monkeypatch:
                 assert not failures, "no release failed: the test proves nothing"
                 assert not first.assignment() & second.assignment()
                 assert len(first.assignment()) == 2
+
+
+async def test_members_that_join_at_once_share_their_files(tmp_path: Path) -> None:
+    """If it fails, each lane of a process opens groups.db for itself, and all but one stay open until the process ends."""
+
+    async def ignore(partitions: frozenset[TopicPartition]) -> None:
+        pass
+
+    async with LogBroker.open(str(tmp_path)) as broker:
+        await broker.admin.create_topic(TopicSpec("orders"))
+
+        async def join(group: str) -> None:
+            async with broker.consumer(group, ["orders"], start="earliest", on_revoke=ignore):
+                pass
+
+        await asyncio.gather(*(join(f"g{number}") for number in range(4)))
+    with (tmp_path / "groups.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while it is open somewhere

@@ -38,6 +38,7 @@ class LogBroker:
         self._lease_thread = ThreadPoolExecutor(1, thread_name_prefix="log-lease")
         self._timing = timing
         self._shared: SharedResources | None = None
+        self._sharing = asyncio.Lock()
 
     @classmethod
     @asynccontextmanager
@@ -75,14 +76,15 @@ class LogBroker:
         await self.appender.probe(topic, timeout)
 
     async def _shared_resources(self) -> SharedResources:
-        if self._shared is None:
-            await self._offsets.use(lambda file: None)  # makes groups.db
-            leases = await self._on_lease_thread(Leases, self._folder, int(self._timing.lease * 1000))
-            wakeup = await self._on_lease_thread(WakeupFile, self._folder.root / "groups.bell")
-            self._shared = SharedResources(
-                leases, self._offsets, wakeup, self._readers, self._on_lease_thread, self._timing
-            )
-        return self._shared
+        async with self._sharing:  # members that join at once would each open files, and all but the last stay open
+            if self._shared is None:
+                await self._offsets.use(lambda file: None)  # makes groups.db
+                leases = await self._on_lease_thread(Leases, self._folder, int(self._timing.lease * 1000))
+                wakeup = await self._on_lease_thread(WakeupFile, self._folder.root / "groups.bell")
+                self._shared = SharedResources(
+                    leases, self._offsets, wakeup, self._readers, self._on_lease_thread, self._timing
+                )
+            return self._shared
 
     async def _on_lease_thread(self, work: Any, *arguments: object) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._lease_thread, work, *arguments)
