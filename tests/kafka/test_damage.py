@@ -163,13 +163,14 @@ async def _create_with_small_segments(cluster: KafkaCluster, topic: str) -> None
         await admin.create_topics([NewTopic(topic, 1, 3, topic_configs=settings)])
 
 
-async def test_where_it_ends_is_not_certain(kafka_cluster: KafkaCluster) -> None:
+@pytest.mark.parametrize(("at", "value"), [(23, 9), (8, 0)], ids=["last offset, from the first", "length"])
+async def test_where_it_ends_is_not_certain(kafka_cluster: KafkaCluster, at: int, value: int) -> None:
     """If it fails, intact records are skipped because a header that is itself altered says so; or nobody hears of it."""
 
     def alter(content: bytearray) -> None:
         second = 12 + struct.unpack_from(">i", content, 8)[0]
         assert struct.unpack_from(">q", content, second)[0] == 3
-        struct.pack_into(">i", content, second + 23, 9)  # its last offset, counted from its first
+        struct.pack_into(">i", content, second + at, value)
 
     async with KafkaBroker.open(kafka_cluster.bootstrap, timing=_TIMING) as broker:
         topic = unique_name("topic")

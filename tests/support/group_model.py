@@ -5,7 +5,7 @@ The coordinator believes a commit by its generation and member id alone, as Kafk
 
 import asyncio
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -53,6 +53,8 @@ class GroupModel:
         """The topic's id as its leader knows it; "": the right one."""
         self.cut: int | None = None
         """Where EPOCH ended, when another one goes on there."""
+        self.former = 0
+        """How many of the next questions about epochs reach a node that led in EPOCH, and hears no news."""
         self.offsets: dict[TopicPartition, tuple[int, str]] = {}
         self.landed: list[Landed] = []
         self.timing = Timing(request=600.0, drain=600.0)
@@ -66,6 +68,11 @@ class GroupModel:
     def id(self) -> str:
         """The topic's id, another one in each life."""
         return f"{self.life:08}{ID[8:]}"
+
+    @property
+    def epoch(self) -> int:
+        """Of the leader."""
+        return EPOCH if self.cut is None else EPOCH + 1
 
     def make_anew(self) -> None:
         """The topic is deleted, and Kafka forgets the group's offsets in it; another one gets its name, with as many records."""
@@ -108,9 +115,13 @@ class GroupModel:
         """As `Cluster.describe`."""
         return {
             TOPIC: TopicState(
-                {source.partition: PartitionState(0, 3, 3, EPOCH) for source in self.sources}, False, self.id
+                {source.partition: PartitionState(0, 3, 3, self.epoch) for source in self.sources}, False, self.id
             )
         }
+
+    async def describe_by_node(self, topics: Sequence[str]) -> AsyncGenerator[dict[str, TopicState], None]:
+        """As `Cluster.describe_by_node`, of one node."""
+        yield await self.describe(topics)
 
     async def describe_at(self, _node: int, topics: Sequence[str]) -> dict[str, TopicState]:
         """As `Cluster.describe_at`: all nodes know the same, unless `stale_id` is set."""
@@ -144,9 +155,15 @@ class GroupModel:
 
     def _answer(self, request: Any, row: dict[str, int]) -> tuple[int, int, int, int]:
         if isinstance(request, EpochEndRequest):
-            end = self.end if self.cut is None else self.cut
-            return 0, row["partition"], EPOCH, end if row["leader_epoch"] <= EPOCH else -1
+            return 0, row["partition"], *self._epoch_end(row["leader_epoch"])
         return row["partition"], 0, -1, self.end if row["timestamp"] == LATEST else 0
+
+    def _epoch_end(self, epoch: int) -> tuple[int, int]:
+        is_former, self.former = self.former > 0, max(0, self.former - 1)
+        newest = EPOCH if is_former else self.epoch
+        if epoch > newest:
+            return -1, -1
+        return (newest, self.end) if epoch == newest or self.cut is None else (EPOCH, self.cut)
 
 
 class Coordinator:

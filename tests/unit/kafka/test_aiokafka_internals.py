@@ -33,6 +33,8 @@ _READ = {
     AIOKafkaConnection.close: "28f164aa1e4f",
     _write_request: "5909ea32f4ef",
     Fetcher.__init__: "bf21ecb7e0f2",
+    Fetcher._fetch_requests_routine: "2a8ec5932644",
+    Fetcher._set_error: "d29810f3f509",
     Fetcher._create_fetch_waiter: "61d840568746",
     Fetcher._get_actions_per_node: "1dab2cf937d1",
     Fetcher._proc_fetch_request: "59bf948fff47",

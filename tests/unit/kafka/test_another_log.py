@@ -3,6 +3,7 @@
 import asyncio
 import random
 from typing import Any, cast
+from uuid import UUID
 
 import pytest
 from aiokafka.errors import OffsetOutOfRangeError
@@ -77,6 +78,42 @@ async def test_a_log_that_was_cut_off_in_service_is_read_from_the_cut() -> None:
     )
 
 
+async def test_a_cut_is_noticed_though_nothing_is_stored_behind_it() -> None:
+    """If it fails, what a new leader stored in place of as many lost records waits until something else comes."""
+    reader = Reader()
+    reader.group.end = 3
+    await reader.join()
+    assert await reader.read() == []
+    reader.client.epoch, reader.group.cut = EPOCH + 1, 1
+    reader.consumer._checked_at = float("-inf")
+    assert await reader.read() == [1, 2]
+    assert reader.revoked == [{_SOURCE}]
+
+
+async def test_a_former_leader_does_not_say_that_nothing_was_cut_off() -> None:
+    """If it fails, what the new leader stored in place of lost records is skipped: the former one still has those."""
+    reader = Reader()
+    await reader.join()
+    reader.client.epoch, reader.group.cut, reader.group.former = EPOCH + 1, 1, 1
+    assert await reader.read() == [1, 2, 3]
+    assert reader.revoked == [{_SOURCE}]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+async def test_partitions_that_are_read_in_two_lives_of_a_topic(number: int) -> None:
+    """If it fails, a member never notices that one of its partitions is made anew while another one has a new leader."""
+    reader = Reader()
+    reader.group.sources.append(TopicPartition(TOPIC, 1))
+    coordinator = reader.client._coordinator
+    coordinator.generation, coordinator.member_id, reader.group.members = reader.group.generation, "m", {"m"}
+    await reader.own.on_partitions_assigned(reader.group.sources)
+    assert await reader.read() == [0, 1, 2, 0, 1, 2]
+    old, other = TopicPartition(TOPIC, number), TopicPartition(TOPIC, 1 - number)
+    reader.own.metadata[old] = reader.own.metadata[old]._replace(topic=str(UUID(int=1)))
+    reader.client.epoch, reader.group.cut = EPOCH + 1, 3
+    assert await reader.consumer._find_changed({other: (3, EPOCH)}) == {old}
+
+
 async def test_a_log_that_is_cut_off_while_records_are_examined_is_read_from_the_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -86,8 +123,9 @@ async def test_a_log_that_is_cut_off_while_records_are_examined_is_read_from_the
     describe = reader.group.describe
 
     async def cut_off(*asked: Any) -> Any:
+        found = await describe(*asked)
         reader.client.epoch, reader.group.cut = EPOCH + 1, 1  # aiokafka fetches on, from the new leader
-        return await describe(*asked)
+        return found
 
     monkeypatch.setattr(reader.group, "describe", cut_off)
     reader.consumer._checked_at = float("-inf")

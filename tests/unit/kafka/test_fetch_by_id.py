@@ -6,16 +6,16 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from aiokafka.protocol.fetch import FetchRequest
+from aiokafka.protocol.fetch import FetchRequest, FetchResponse_v11
 from aiokafka.structs import TopicPartition as KafkaPartition
 
 from services.core.broker.kafka import aiokafka_internals
 from services.core.broker.kafka.aiokafka_internals import _ObservedClient
-from services.core.broker.kafka.fetch_by_id import FetchById, FetchByIdResponse, FetchByIdStruct
+from services.core.broker.kafka.fetch_by_id import FetchById, FetchByIdResponse, FetchByIdStruct, is_refused
 
 _OLD, _NEW = UUID(int=1), UUID(int=2)
 _HERE, _UNPLACED = KafkaPartition("t", 0), KafkaPartition("t", 1)
-_UNKNOWN_TOPIC = 3
+_UNKNOWN_TOPIC, _NOT_LEADER = 3, 6
 
 
 class Asked:
@@ -62,6 +62,22 @@ async def test_a_partition_is_asked_for_by_the_id_of_its_topic_once_it_has_a_pos
 async def test_a_node_that_knows_another_topic_is_asked_again(code: int) -> None:
     """If it fails, a member waits for ever for a node that has not heard yet, or reads nothing after it has."""
     assert (await Asked().fetch(code, b""))[1] == _UNKNOWN_TOPIC
+
+
+@pytest.mark.parametrize("code", [5, 9, 56, 74, 75, 78])
+async def test_a_node_that_may_not_lead_any_more(code: int) -> None:
+    """If it fails, a member asks the former leader, or one whose disk is broken, until its metadata is old."""
+    assert (await Asked().fetch(code, b""))[1] == _NOT_LEADER
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [([(0, b"")], False), ([(6, b"")], True), ([(0, b""), (-1, b"")], True), ([(6, b""), (0, b"records")], False)],
+)
+def test_only_an_answer_that_brings_nothing_else_is_a_refusal(rows: list[tuple[int, bytes]], expected: bool) -> None:
+    """If it fails, a node that refuses is asked thousands of times a second, or what else it has comes late."""
+    found: list[tuple[Any, ...]] = [(number, code, 20, 18, 2, [], -1, data) for number, (code, data) in enumerate(rows)]
+    assert is_refused(FetchResponse_v11(0, 0, 0, [("t", found)])) is expected
 
 
 async def test_an_answer_that_comes_after_the_topic_was_made_anew_is_thrown_away() -> None:

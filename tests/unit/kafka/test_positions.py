@@ -1,12 +1,14 @@
 """Where a member begins, by what the group has committed and what is on record of it."""
 
 import random
+from functools import partial
 from typing import cast
+from uuid import UUID
 
 import pytest
 
 from services.core.broker.contract import Start
-from services.core.broker.errors import PositionLost, Unavailable
+from services.core.broker.errors import BrokerError, PositionLost, Unavailable
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.offsets import CommitMetadata, Committed
 from services.core.broker.kafka.positions import (
@@ -122,7 +124,34 @@ async def test_a_partition_that_was_added_after_the_group_dealt_them_out_is_new(
     assert later.position == {_FOUR[0]: _END, _FOUR[1]: 0}
 
 
-async def test_an_epoch_that_the_leader_does_not_know_stops() -> None:
+@pytest.mark.parametrize("is_new", [False, True])
+async def test_a_former_leader_that_hears_no_news_is_asked_again(is_new: bool) -> None:
+    """If it fails, a partition stops until a person comes, or a group begins at an offset of a log that is cut off."""
+    group = GroupModel(random.Random(0), 1, _END)
+    group.cut, group.former = 3, 1
+    group.offsets = {} if is_new else {_FOUR[0]: (5, str(CommitMetadata(1, _ID, EPOCH + 1)))}
+    find = partial(find_positions, cast(Cluster, group), cast(GroupStarts, OnRecord()), "g", group.sources, "latest")
+    with pytest.raises(Unavailable, match="former leader"):
+        await find()
+    placement = await find()
+    assert (placement.position, placement.lost) == ({_FOUR[0]: _END if is_new else 5}, {})
+
+
+async def test_a_partition_that_a_node_does_not_know_is_waited_for() -> None:
+    """If it fails, a topic that was made anew with fewer partitions, or a node that hears no news, ends the membership."""
+    group = GroupModel(random.Random(0), 2, _END)
+    with pytest.raises(Unavailable, match=r"t\[2\]"):
+        await find_positions(cast(Cluster, group), cast(GroupStarts, OnRecord()), "g", _FOUR, "latest")
+
+
+async def test_a_topic_without_an_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a member waits for ever, and nobody hears of it: by the id of zeros no node knows a topic."""
+    monkeypatch.setattr(GroupModel, "id", str(UUID(int=0)))
+    with pytest.raises(BrokerError, match="Try:"):
+        await _position({}, {})
+
+
+async def test_an_epoch_that_no_node_knows_stops() -> None:
     """If it fails, a group is placed by a guess on a log that was put back from long ago."""
     placement = await _position({0: (5, str(CommitMetadata(2, _ID, 8)))}, {}, partitions=1)
     assert placement.lost.keys() == {_FOUR[0]}

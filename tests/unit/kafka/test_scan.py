@@ -101,6 +101,17 @@ def test_a_length_that_leads_nowhere_is_not_passed_over(length: int) -> None:
     assert (found.resume, found.claimed_end) == (None, None)
 
 
+@pytest.mark.parametrize("length", [-1, 0, 13])
+@pytest.mark.parametrize(("position", "is_next"), [(1, False), (3, True)])
+def test_a_length_that_leads_nowhere_behind_intact_records(length: int, position: int, is_next: bool) -> None:
+    """If it fails, a block of zeros in a segment stops its partition, without a word, before the records in front of it."""
+    bad = make_batch(3)
+    struct.pack_into(">i", bad, _LENGTH, length)
+    found = find(make_batch(0), bad, make_batch(6), position=position)
+    assert found is not None
+    assert (found.first, found.is_next, found.resume, found.claimed_end) == (3, is_next, None, None)
+
+
 def test_at_the_end_the_header_must_agree_with_itself() -> None:
     """If it fails, an altered count at the end of a segment skips the records behind it."""
     ending = find(make_batch(0), flip(make_batch(3), -1))

@@ -6,6 +6,7 @@
 import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import aiokafka.client
@@ -20,9 +21,9 @@ from aiokafka.structs import TopicPartition as KafkaPartition
 
 from services.core.broker.kafka.access import Access, client_settings
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.error_codes import FENCED, raise_for
+from services.core.broker.kafka.error_codes import CORRUPT, FENCED, raise_for
 from services.core.broker.kafka.eviction import client_id, name_process
-from services.core.broker.kafka.fetch_by_id import FetchById, FindId, is_stale
+from services.core.broker.kafka.fetch_by_id import FetchById, FindId, is_refused
 from services.core.broker.kafka.offsets import CommitMetadata, EpochHistory, by_topic
 from services.core.broker.kafka.record_batch import epochs_of
 from services.core.broker.record import TopicPartition
@@ -118,12 +119,13 @@ class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
         self._budget, self._turn = budget, 0
         self.find_id: FindId = lambda _source: None
         self._epochs: dict[KafkaPartition, EpochHistory] = {}
-        super().__init__(_ObservedClient(client, self._record_epochs), subscriptions, **settings)
+        super().__init__(_ObservedClient(client, self._observe), subscriptions, **settings)
 
     async def close(self) -> None:
-        """Also releases its part of the budget."""
+        """Also releases its part of the budget. That its task has ended before is said by `fetched_records`, not here."""
         try:
-            await super().close()
+            with suppress(kafka.KafkaError):
+                await super().close()
         finally:
             self._budget.leave(self)
 
@@ -139,7 +141,11 @@ class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
     async def fetched_records(
         self, partitions: Collection[KafkaPartition], timeout: float = 0, max_records: int | None = None
     ) -> Any:
-        """As aiokafka's, but the first that came, about POLL_BYTES at most."""
+        """As aiokafka's, but the first that came, about POLL_BYTES at most. Raises KafkaError when a task has ended without which
+        nothing comes any more: aiokafka tells nobody (aio-libs/aiokafka#983)."""
+        for name, task in (("fetcher", self._fetch_task), ("metadata", self._client._sync_task)):
+            if task is not None and task.done() and not self._closed:
+                raise kafka.KafkaError(f"aiokafka's task has ended: {name}") from task.exception()
         if not self._records and timeout:
             waiter = self._create_fetch_waiter()
             done, _ = await asyncio.wait([waiter], timeout=timeout)
@@ -176,12 +182,15 @@ class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
         self._turn += 1
         return [requests[self._turn % len(requests)]] if requests else []
 
-    def _record_epochs(self, answer: Any) -> None:
+    def _observe(self, answer: Any) -> None:
         for topic, partitions in answer.topics:
-            for number, _, *rest in partitions:
-                history = self._epochs.setdefault(KafkaPartition(topic, number), EpochHistory())
+            for number, code, *rest in partitions:
+                source = KafkaPartition(topic, number)
+                history = self._epochs.setdefault(source, EpochHistory())
                 for first, epoch in epochs_of(rest[-1] or b""):
                     history.record(first, epoch)
+                if code == CORRUPT and source not in self._records:  # aiokafka would ask again, and tell nobody
+                    self._set_error(source, kafka.CorruptRecordException(f"{topic}[{number}]"))
 
 
 def _size_of(result: Any) -> int:
@@ -205,8 +214,8 @@ class _ObservedClient:
         if not isinstance(request, FetchById):
             return answer
         named = request.read(answer)
-        if is_stale(named):
-            await asyncio.sleep(_PAUSE)  # aiokafka would ask again at once
+        if is_refused(named):
+            await asyncio.sleep(_PAUSE)
             named = request.read(answer)  # meanwhile a position may have been found in another topic
         self._observe(named)
         return named
@@ -274,6 +283,9 @@ async def _bound(client: AIOKafkaConsumer, budget: FetchBudget) -> None:
 async def disconnect(client: AIOKafkaConsumer) -> None:
     """Leave the group and close the connections, within seconds. When the group rebalances for longer, or the broker is away,
     only the connections are closed; the group notices by the missing heartbeats."""
+    renewing = client._client._sync_task
+    if renewing is not None and renewing.done():
+        client._client._sync_task = None  # else its error is raised before the connections are closed
     try:
         async with asyncio.timeout(_STOP_SECONDS):
             await client.stop()

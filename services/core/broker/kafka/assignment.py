@@ -25,6 +25,7 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
     - next_read, next_commit: offsets of the others. begun: the first position in this assignment; a commit below it belongs to
       an earlier assignment. requested: the highest commit that was requested, whether or not it succeeded.
     - metadata: stored with each commit. epochs: the leader epochs that wrote the records that were read.
+      validated: the next offset and leader's epoch for which it is known that nothing was cut off below that offset.
     - failed: partitions that cannot be read further, with the error to raise. replacements: batches to return next, in place of
       damaged records. damaged_ahead: the offset of damage that was found but is not reached yet. paused: by the caller.
     - epoch: counts assignments. generation: of this assignment.
@@ -49,6 +50,7 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
         self.requested: dict[TopicPartition, int] = {}
         self.metadata: dict[TopicPartition, CommitMetadata] = {}
         self.epochs: dict[TopicPartition, EpochHistory] = {}
+        self.validated: dict[TopicPartition, tuple[int, int]] = {}
         self.failed: dict[TopicPartition, Callable[[], BrokerError]] = {}
         self.replacements: dict[TopicPartition, Batch] = {}
         self.damaged_ahead: dict[TopicPartition, int] = {}
@@ -79,6 +81,7 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
             self.begun[source] = self.next_read[source] = self.next_commit[source] = position
             self.metadata[source] = metadata
             self.epochs[source] = EpochHistory([] if metadata.epoch is None else [(position - 1, metadata.epoch)])
+            self.validated.pop(source, None)
         self.failed.update(positions.lost)
         self.unpositioned -= positions.position.keys()
 
@@ -92,6 +95,15 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
         epochs, at = self.epochs.get(source), self.next_read.get(source)
         epoch = None if epochs is None or at is None else epochs.find(at - 1)
         return None if epoch is None or at is None else (at, epoch)
+
+    def find_led_anew(self, newest: Mapping[TopicPartition, int]) -> dict[TopicPartition, tuple[int, int]]:
+        """`last_read` of partitions whose leader's epoch, in `newest`, is newer than what is read, and not validated for it."""
+        read = {source: last for source in newest if (last := self.last_read(source)) is not None}
+        return {
+            source: (at, epoch)
+            for source, (at, epoch) in read.items()
+            if newest[source] > epoch and self.validated.get(source) != (at, newest[source])
+        }
 
     def record_read(self, source: TopicPartition, last: int, epochs: Collection[tuple[int, int]]) -> None:
         """Records up to offset `last` were returned. epochs: theirs, as (first offset, epoch)."""

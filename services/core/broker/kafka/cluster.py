@@ -65,6 +65,10 @@ class TopicState:
     internal: bool
     id: str = ""
 
+    def epoch_of(self, number: int) -> int:
+        """Of the leader of this partition; -1 when it is not known."""
+        return self.partitions[number].epoch if number in self.partitions else -1
+
 
 class Cluster:
     """One aiokafka client, connected when it is first used. Safe for concurrent use."""

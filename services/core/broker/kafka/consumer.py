@@ -198,13 +198,13 @@ class KafkaConsumer:
         """Whether the fetched records may be returned: this member owns them, in the same log. Else they are read again."""
         if fetched and self._freeze_detector.has_frozen() and not await self._confirm_membership(epoch):
             return False
-        suspects = self._find_suspects(epochs)
+        suspects, newer = self._find_suspects(epochs)
         now = asyncio.get_running_loop().time()
         if not suspects and now - self._checked_at < self._cluster.timing.metadata:
             return True
         certain = False
         try:
-            changed = await self._find_changed(suspects)
+            changed = await self._find_changed(suspects, newer)
             self._checked_at = now
             if changed and epoch == self._own.epoch:
                 await self._own.reassign(changed)
@@ -218,26 +218,41 @@ class KafkaConsumer:
                 self._seek_back()
         return certain
 
-    def _find_suspects(self, epochs: _Epochs) -> dict[TopicPartition, tuple[int, int]]:
-        """Partitions whose fetched records have another leader epoch than those before: (next offset, the epoch before)."""
-        suspects = {}
+    def _find_suspects(
+        self, epochs: _Epochs
+    ) -> tuple[dict[TopicPartition, tuple[int, int]], dict[TopicPartition, int]]:
+        """Partitions whose fetched records have another leader epoch than those before: (next offset, the epoch before), and
+        the newest epoch of those records."""
+        suspects: dict[TopicPartition, tuple[int, int]] = {}
+        newer: dict[TopicPartition, int] = {}
         for kafka_source, now in epochs.items():
             source = TopicPartition(*kafka_source)
             before = self._own.last_read(source)
             if before is not None and now and now[0][1] != before[1]:
-                suspects[source] = before
-        return suspects
+                suspects[source], newer[source] = before, now[-1][1]
+        return suspects, newer
 
-    async def _find_changed(self, suspects: Mapping[TopicPartition, tuple[int, int]]) -> set[TopicPartition]:
-        """Owned partitions of topics that were created again, and suspects whose log was cut off below the next offset."""
+    async def _find_changed(
+        self, suspects: Mapping[TopicPartition, tuple[int, int]], fetched: Mapping[TopicPartition, int] | None = None
+    ) -> set[TopicPartition]:
+        """Owned partitions of topics that were created again; if there are none, those whose log was cut off below the next
+        offset, of the suspects and of partitions with a new leader: nothing may be stored behind that offset for long.
+        fetched: as in `find_cuts`."""
         own = self._own
         lives = {source: own.metadata[source].topic for source in own.owned - own.unpositioned}
-        ids = {source.topic: read for source, read in lives.items()}
-        topics = await self._cluster.describe(sorted(ids)) if ids else {}
+        topics = await self._cluster.describe(sorted({source.topic for source in lives})) if lives else {}
         anew = {source for source, read in lives.items() if source.topic in topics and topics[source.topic].id != read}
-        same = {source: read for source, read in suspects.items() if source not in anew}
-        cuts = await find_cuts(self._cluster, same, ids)
-        return anew | cuts.keys()
+        if anew:
+            return anew  # not lost if a suspect's leader cannot be asked; suspects are read again, and asked about then
+        newest = {source: topics[source.topic].epoch_of(source.partition) for source in lives if source.topic in topics}
+        led_anew = own.find_led_anew(newest)
+        asked = {**led_anew, **suspects}
+        ids = {source.topic: lives[source] for source in asked}
+        newer = dict(fetched or {})
+        newer |= {source: max(newest[source], newer.get(source, -1)) for source in led_anew}
+        cuts = await find_cuts(self._cluster, asked, ids, fetched=newer)
+        own.validated |= {source: (at, newest[source]) for source, (at, _) in led_anew.items() if source not in cuts}
+        return set(cuts)
 
     def _seek_back(self) -> None:
         """Read again from behind the last returned record."""
@@ -291,11 +306,13 @@ class KafkaConsumer:
         ids = {source.topic: own.metadata[source].topic for source in wanted}
         read = {source: last for source in wanted if (last := own.last_read(source)) is not None}
         changed = await self._find_changed(read)
-        same = {source: at for source, at in wanted.items() if source not in changed}
-        gaps = await find_gaps(self._cluster, same, ids)
+        if changed:  # the others are read again, and fail again
+            if epoch == own.epoch:
+                await own.reassign(changed)
+            return
+        gaps = await find_gaps(self._cluster, wanted, ids)
         if epoch == own.epoch:
             self._fail({source: gap for source, gap in gaps.items() if own.next_read.get(source) == wanted[source]})
-            await own.reassign(changed)
 
     async def _examine(self, error: Exception) -> bool:
         """Find the damage. The records before it are returned first, one by one, so that none is skipped.

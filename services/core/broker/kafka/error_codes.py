@@ -17,6 +17,8 @@ from services.core.broker.errors import (
 )
 
 UNKNOWN_TOPIC = kafka.UnknownTopicOrPartitionError.errno
+CORRUPT = kafka.CorruptRecordException.errno
+"""Of a fetch: the node cannot find its way through its own log, because the length of a batch is altered."""
 TOO_LARGE = frozenset({kafka.MessageSizeTooLargeError.errno, kafka.RecordListTooLargeError.errno})
 THROTTLING_QUOTA_EXCEEDED = 89
 INVALID_RECORD = 87

@@ -14,26 +14,26 @@ from uuid import UUID
 from aiokafka import errors as kafka
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.fetch import FetchRequest, FetchResponse_v11
-from aiokafka.protocol.types import (
-    CompactArray,
-    CompactBytes,
-    CompactString,
-    Int8,
-    Int16,
-    Int32,
-    Int64,
-    Schema,
-    TaggedFields,
-)
+from aiokafka.protocol.types import CompactArray, CompactBytes, CompactString, Int8, Int16, Int32, Int64, Schema
 from aiokafka.structs import TopicPartition as KafkaPartition
 
-from services.core.broker.kafka.protocol import Uuid
+from services.core.broker.kafka.error_codes import UNKNOWN_TOPIC, UNKNOWN_TOPIC_ID
+from services.core.broker.kafka.protocol import CONSUMER, TAGS, UNKNOWN, Uuid, by_id
 
-_TAGS = ("tags", TaggedFields)
-_CONSUMER = _UNKNOWN = -1
 _NO_SESSION = (0, -1)
-_UNKNOWN_ID, _OTHER_ID = 100, 103
-_UNKNOWN_TOPIC = kafka.UnknownTopicOrPartitionError.errno
+_INCONSISTENT_TOPIC_ID = 103
+_FENCED_EPOCH, _UNKNOWN_EPOCH, _OFFSET_NOT_AVAILABLE = 74, 75, 78
+_MOVED = frozenset(
+    {
+        kafka.LeaderNotAvailableError.errno,
+        kafka.ReplicaNotAvailableError.errno,
+        kafka.KafkaStorageError.errno,
+        _FENCED_EPOCH,
+        _UNKNOWN_EPOCH,
+        _OFFSET_NOT_AVAILABLE,
+    }
+)
+"""Another node may lead the partition. Of these codes aiokafka asks for no new metadata."""
 
 FindId = Callable[[KafkaPartition], UUID | None]
 """The id of the topic in which a partition is read; None while its position is not known."""
@@ -50,26 +50,18 @@ class FetchByIdResponse(Response):  # type: ignore[misc]  # aiokafka has no type
         ("session_id", Int32),
         (
             "topics",
-            CompactArray(
-                ("topic_id", Uuid),
-                (
-                    "partitions",
-                    CompactArray(
-                        ("partition", Int32),
-                        ("error_code", Int16),
-                        ("high_water_mark", Int64),
-                        ("last_stable_offset", Int64),
-                        ("log_start_offset", Int64),
-                        ("aborted", CompactArray(("producer_id", Int64), ("first_offset", Int64), _TAGS)),
-                        ("preferred_replica", Int32),
-                        ("records", CompactBytes),
-                        _TAGS,
-                    ),
-                ),
-                _TAGS,
+            by_id(
+                ("partition", Int32),
+                ("error_code", Int16),
+                ("high_water_mark", Int64),
+                ("last_stable_offset", Int64),
+                ("log_start_offset", Int64),
+                ("aborted", CompactArray(("producer_id", Int64), ("first_offset", Int64), TAGS)),
+                ("preferred_replica", Int32),
+                ("records", CompactBytes),
             ),
         ),
-        _TAGS,
+        TAGS,
     )
 
 
@@ -90,26 +82,18 @@ class FetchByIdStruct(RequestStruct):  # type: ignore[misc]  # aiokafka has no t
         ("session_epoch", Int32),
         (
             "topics",
-            CompactArray(
-                ("topic_id", Uuid),
-                (
-                    "partitions",
-                    CompactArray(
-                        ("partition", Int32),
-                        ("current_leader_epoch", Int32),
-                        ("offset", Int64),
-                        ("last_fetched_epoch", Int32),
-                        ("log_start_offset", Int64),
-                        ("max_bytes", Int32),
-                        _TAGS,
-                    ),
-                ),
-                _TAGS,
+            by_id(
+                ("partition", Int32),
+                ("current_leader_epoch", Int32),
+                ("offset", Int64),
+                ("last_fetched_epoch", Int32),
+                ("log_start_offset", Int64),
+                ("max_bytes", Int32),
             ),
         ),
-        ("forgotten_topics", CompactArray(("topic_id", Uuid), ("partitions", CompactArray(Int32)), _TAGS)),
+        ("forgotten_topics", CompactArray(("topic_id", Uuid), ("partitions", CompactArray(Int32)), TAGS)),
         ("rack_id", CompactString("utf-8")),
-        _TAGS,
+        TAGS,
     )
 
 
@@ -130,15 +114,15 @@ class FetchById(Request[FetchByIdStruct]):  # type: ignore[misc]  # aiokafka has
                 self.topics.append((topic, known))
 
     def build(self, request_struct_class: type[FetchByIdStruct]) -> FetchByIdStruct:
-        by_id: defaultdict[UUID, list[tuple[Any, ...]]] = defaultdict(list)
+        grouped: defaultdict[UUID, list[tuple[Any, ...]]] = defaultdict(list)
         for topic, rows in self.topics:
             for number, offset, most in rows:
-                row: tuple[Any, ...] = (number, _UNKNOWN, offset, _UNKNOWN, _UNKNOWN, most, {})
-                by_id[self._ids[KafkaPartition(topic, number)]].append(row)
+                row: tuple[Any, ...] = (number, UNKNOWN, offset, UNKNOWN, UNKNOWN, most, {})
+                grouped[self._ids[KafkaPartition(topic, number)]].append(row)
         named = self._named
         limits = (named._max_wait_ms, named._min_bytes, named._max_bytes, named._isolation_level)
-        topics: list[tuple[Any, ...]] = [(found, rows, {}) for found, rows in by_id.items()]
-        return request_struct_class(_CONSUMER, *limits, *_NO_SESSION, topics, [], "", {})
+        topics: list[tuple[Any, ...]] = [(found, rows, {}) for found, rows in grouped.items()]
+        return request_struct_class(CONSUMER, *limits, *_NO_SESSION, topics, [], "", {})
 
     def read(self, answer: Any) -> FetchResponse_v11:
         """The answer as aiokafka expects it. What is not of the topic that is read now is UnknownTopicOrPartition."""
@@ -151,7 +135,7 @@ class FetchById(Request[FetchByIdStruct]):  # type: ignore[misc]  # aiokafka has
             for number, code, high, stable, first, aborted, replica, records, *_ in partitions:
                 source = names[found, number]
                 if self._find_id(source) != found:
-                    topics[source.topic].append((number, _UNKNOWN_TOPIC, *_NOTHING))
+                    topics[source.topic].append((number, UNKNOWN_TOPIC, *_NOTHING))
                     continue
                 rolled_back = [tuple(each[:2]) for each in aborted or ()]
                 rest = (high, stable, first, rolled_back, replica, records or b"")
@@ -159,13 +143,19 @@ class FetchById(Request[FetchByIdStruct]):  # type: ignore[misc]  # aiokafka has
         return FetchResponse_v11(answer.throttle_time_ms, 0, 0, list(topics.items()))
 
 
-_NOTHING: tuple[Any, ...] = (_UNKNOWN, _UNKNOWN, _UNKNOWN, [], _UNKNOWN, b"")
+_NOTHING: tuple[Any, ...] = (UNKNOWN, UNKNOWN, UNKNOWN, [], UNKNOWN, b"")
 
 
 def _translate(code: int) -> int:
-    return _UNKNOWN_TOPIC if code in (_UNKNOWN_ID, _OTHER_ID) else code
+    translated: int = code
+    if code in (UNKNOWN_TOPIC_ID, _INCONSISTENT_TOPIC_ID):
+        translated = UNKNOWN_TOPIC
+    elif code in _MOVED:
+        translated = kafka.NotLeaderForPartitionError.errno
+    return translated
 
 
-def is_stale(answer: FetchResponse_v11) -> bool:
-    """Whether some node knows another topic of the name than the one that is read."""
-    return any(row[1] == _UNKNOWN_TOPIC for _, rows in answer.topics for row in rows)
+def is_refused(answer: FetchResponse_v11) -> bool:
+    """Whether partitions are refused and no records came: aiokafka would ask again at once, thousands of times a second."""
+    found = [row for _, rows in answer.topics for row in rows]
+    return any(row[1] for row in found) and not any(row[-1] for row in found)

@@ -18,9 +18,9 @@ from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.record.memory_records import MemoryRecords
 
 from services.core.broker.contract import Lag, Start
-from services.core.broker.errors import GroupHasMembers, Unavailable, UnknownTopic
+from services.core.broker.errors import DataDamaged, GroupHasMembers, Unavailable, UnknownTopic
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.error_codes import FENCED, raise_for, raise_for_leader
+from services.core.broker.kafka.error_codes import CORRUPT, FENCED, raise_for, raise_for_leader
 from services.core.broker.kafka.protocol import EpochEndRequest
 from services.core.broker.kafka.record_batch import drop_aborted, end_of
 from services.core.broker.record import TopicPartition
@@ -63,6 +63,7 @@ _READ_COMMITTED = 1
 _FIRST_WITH_REPLICA = 11
 """Fetch answers from this version on name a replica between the rolled-back transactions and the data."""
 _FETCH_WAIT_MS = 500
+REMEDY = "Try: another leader for the partition, whose copy may be intact (kafka-reassign-partitions)"
 
 
 async def partitions_of(cluster: Cluster, topics: Collection[str]) -> list[TopicPartition]:
@@ -89,7 +90,7 @@ Ids = Mapping[str, str]
 async def leaders_of(
     cluster: Cluster, sources: Collection[TopicPartition], ids: Ids | None = None
 ) -> dict[TopicPartition, int]:
-    """The leading node of each. Raises UnknownTopic, and Unavailable when one has none.
+    """The leading node of each. Raises UnknownTopic, and Unavailable when one has none, or is not known.
 
     ids: if given, Unavailable as well when a leader does not know a topic by its id. A node that hears no news still leads the
     partitions of a topic that was deleted and created again, and would answer for the deleted one.
@@ -98,8 +99,10 @@ async def leaders_of(
     leaders = {}
     for source in sources:
         state = states.get(source.topic)
-        if state is None or source.partition not in state.partitions:
-            raise UnknownTopic(f"Kafka has no {source.topic}[{source.partition}]")
+        if state is None:
+            raise UnknownTopic(f"Kafka has no topic {source.topic!r}")
+        if source.partition not in state.partitions:  # just added, or the topic was made anew with fewer
+            raise Unavailable(f"a node knows no {source.topic}[{source.partition}]")
         leaders[source] = state.partitions[source.partition].leader
         if leaders[source] < 0:
             raise Unavailable(f"{source.topic}[{source.partition}] has no leader now")
@@ -124,28 +127,29 @@ async def _confirm(cluster: Cluster, node: int, ids: Ids) -> None:
 _Rows = list[tuple[str, list[tuple[Any, ...]]]]
 
 
-async def _ask_leaders(
+async def _ask_nodes(
     cluster: Cluster,
+    nodes: Mapping[TopicPartition, int],
     asked: Mapping[TopicPartition, int],
     make_request: Callable[[_Rows], Any],
-    ids: Ids | None,
 ) -> list[Any]:
-    """Ask the leader of each partition about its number in `asked`, in one request for each node. Gives the answers.
-
-    ids: as in `leaders_of`, and so everywhere below.
-    """
+    """Ask the node of each partition about its number in `asked`, in one request for each node. Gives the answers."""
     by_node: defaultdict[int, list[tuple[TopicPartition, tuple[int]]]] = defaultdict(list)
-    for source, node in (await leaders_of(cluster, asked, ids)).items():
-        by_node[node].append((source, (asked[source],)))
+    for source, number in asked.items():
+        by_node[nodes[source]].append((source, (number,)))
     return await asyncio.gather(*(cluster.ask(node, make_request(by_topic(rows))) for node, rows in by_node.items()))
 
 
 async def list_offsets(
     cluster: Cluster, when: Mapping[TopicPartition, int], ids: Ids | None = None
 ) -> dict[TopicPartition, int]:
-    """Offset by partition for LATEST, EARLIEST or a time in ms (the first record not older; absent when there is none)."""
+    """Offset by partition for LATEST, EARLIEST or a time in ms (the first record not older; absent when there is none).
+
+    ids: as in `leaders_of`, and so everywhere below.
+    """
     found: dict[TopicPartition, int] = {}
-    for answer in await _ask_leaders(cluster, when, lambda rows: OffsetRequest(-1, _READ_COMMITTED, rows), ids):
+    leaders = await leaders_of(cluster, when, ids)
+    for answer in await _ask_nodes(cluster, leaders, when, lambda rows: OffsetRequest(-1, _READ_COMMITTED, rows)):
         for topic, partitions in answer.topics:
             for partition, code, _, offset in partitions:
                 raise_for_leader(code, f"offsets of {topic}[{partition}]")
@@ -262,11 +266,15 @@ class Fetched(NamedTuple):
 async def fetch(
     cluster: Cluster, source: TopicPartition, node: int, offset: int, *, max_bytes: int = 1 << 20
 ) -> Fetched:
-    """The raw batches from the one with `offset` on: at least one, cut off at `max_bytes`. Empty when there is none."""
+    """The raw batches from the one with `offset` on: at least one, cut off at `max_bytes`. Empty when there is none. Raises
+    DataDamaged when the node itself does not find it."""
     wanted = [(source.topic, [(source.partition, offset, max_bytes)])]
     answer = await cluster.ask(node, FetchRequest(_FETCH_WAIT_MS, 1, max_bytes, _READ_COMMITTED, wanted))
     for _, partitions in answer.topics:
         for _, code, *rest in partitions:
+            if code == CORRUPT:
+                ranges = ((source.partition, offset, offset),)
+                raise DataDamaged(source.topic, ranges, f"Kafka cannot read its own log. {REMEDY}")
             raise_for_leader(code, f"read {source.topic}[{source.partition}] at {offset}")
             aborted = rest[-3] if answer.API_VERSION >= _FIRST_WITH_REPLICA else rest[-2]
             return Fetched(bytes(rest[-1] or b""), aborted or ())
@@ -274,21 +282,41 @@ async def fetch(
 
 
 async def time_of(cluster: Cluster, source: TopicPartition, node: int, offset: int) -> int | None:
-    """Timestamp (ms) of the first record at or behind `offset`; None when there is none (only marks of transactions)."""
+    """Timestamp (ms) of the first record at or behind `offset`; None when there is none (only marks of transactions). Raises
+    DataDamaged when it cannot be read."""
     while True:
         fetched = await fetch(cluster, source, node, offset)
-        batches = MemoryRecords(drop_aborted(*fetched))
-        while batches.has_next():
-            batch = batches.next_batch()
-            if batch.is_control_batch:
-                continue
-            for record in batch:
-                if record.offset >= offset:
-                    return int(record.timestamp)
+        try:
+            found = _first_time(drop_aborted(*fetched), offset)
+        except Exception as error:  # altered bytes make a decoder raise anything
+            ranges = ((source.partition, offset, offset),)
+            raise DataDamaged(source.topic, ranges, f"{error!r}. {REMEDY}") from error
+        if found is not None:
+            return found
         end = end_of(fetched.data, offset)
         if end == offset:
             return None
         offset = end
+
+
+def _first_time(data: bytes, offset: int) -> int | None:
+    batches = MemoryRecords(data)
+    while batches.has_next():
+        batch = batches.next_batch()
+        if batch.is_control_batch:
+            continue
+        for record in batch:
+            if record.offset >= offset:
+                return int(record.timestamp)
+    return None
+
+
+async def _time_or_now(cluster: Cluster, source: TopicPartition, node: int, offset: int) -> int | None:
+    """As `time_of`; where the record cannot be read, its age counts from now."""
+    try:
+        return await time_of(cluster, source, node, offset)
+    except DataDamaged:
+        return time.time_ns() // 1_000_000
 
 
 _NO_LAG = Lag(0, 0)
@@ -326,7 +354,7 @@ class LagMeter:
         leaders = await leaders_of(self._cluster, positions)
         kept = await list_offsets(self._cluster, dict.fromkeys(positions, EARLIEST))
         reads = [
-            time_of(self._cluster, source, leaders[source], max(offset, kept[source]))
+            _time_or_now(self._cluster, source, leaders[source], max(offset, kept[source]))
             for source, offset in positions.items()
         ]
         for (source, offset), found in zip(positions.items(), await asyncio.gather(*reads), strict=True):
@@ -375,21 +403,57 @@ class Cut(NamedTuple):
 
 
 async def find_cuts(
-    cluster: Cluster, read: Mapping[TopicPartition, tuple[int, int]], ids: Ids | None = None
+    cluster: Cluster,
+    read: Mapping[TopicPartition, tuple[int, int]],
+    ids: Ids | None = None,
+    *,
+    fetched: Mapping[TopicPartition, int] | None = None,
 ) -> dict[TopicPartition, Cut | None]:
     """The partitions whose log was cut off below `read` (next offset, epoch of the last record), with the cut.
 
-    None: the offset is unknown, because the leader knows no epoch that high. Raises Unavailable, UnknownTopic.
+    None: the offset is unknown, because no node knows an epoch that high. fetched: epochs of records that were fetched since.
+    Raises UnknownTopic, and Unavailable, also when a leader is asked that knows less than others: it hears no news, and its log
+    is as it was before another one became leader.
     """
     if not read:
         return {}
     epochs = {source: epoch for source, (_, epoch) in read.items()}
-    cuts: dict[TopicPartition, Cut | None] = {}
-    for answer in await _ask_leaders(cluster, epochs, EpochEndRequest, ids):
+    leaders = await leaders_of(cluster, epochs, ids)
+    for asked in (fetched or {}, epochs):
+        found = await _epoch_ends(cluster, leaders, asked)
+        await _refuse_newer(cluster, {source: asked[source] for source, (_, end) in found.items() if end < 0})
+    return {
+        source: Cut(end, epoch if epoch >= 0 else None) if end >= 0 else None
+        for source, (epoch, end) in found.items()
+        if end < read[source][0]
+    }
+
+
+async def _epoch_ends(
+    cluster: Cluster, leaders: Mapping[TopicPartition, int], epochs: Mapping[TopicPartition, int]
+) -> dict[TopicPartition, tuple[int, int]]:
+    """(the newest epoch that is not newer, where it ended), as these nodes know it; -1 where they know none that high."""
+    found = {}
+    for answer in await _ask_nodes(cluster, leaders, epochs, EpochEndRequest):
         for topic, partitions in answer.topics:
             for code, partition, epoch, end in partitions:
                 raise_for_leader(code, f"where a leader's epoch ended in {topic}[{partition}]")
-                source = TopicPartition(topic, partition)
-                if end < read[source][0]:
-                    cuts[source] = Cut(end, epoch if epoch >= 0 else None) if end >= 0 else None
-    return cuts
+                found[TopicPartition(topic, partition)] = (epoch, end)
+    return found
+
+
+async def _refuse_newer(cluster: Cluster, epochs: Mapping[TopicPartition, int]) -> None:
+    """Raise Unavailable when any node knows an epoch that high: the leader that was asked, which does not, is none any more.
+
+    It would say that nothing was cut off, and what the newer leader stored in place of the lost records would be skipped.
+    """
+    if not epochs:
+        return
+    async for states in cluster.describe_by_node(sorted({source.topic for source in epochs})):
+        for source, epoch in epochs.items():
+            state = states.get(source.topic)
+            known = None if state is None else state.partitions.get(source.partition)
+            if known is not None and known.epoch >= epoch:
+                raise Unavailable(
+                    f"{source.topic}[{source.partition}]: a former leader was asked, not that of epoch {epoch}"
+                )

@@ -18,13 +18,14 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from uuid import UUID
 
 import msgspec
 import structlog
 
 from services.core import metrics
 from services.core.broker.contract import Start, TopicSpec, start_in
-from services.core.broker.errors import DataDamaged, PositionLost, TopicExists, Unavailable, UnknownTopic
+from services.core.broker.errors import BrokerError, DataDamaged, PositionLost, TopicExists, Unavailable, UnknownTopic
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.offsets import (
     EARLIEST,
@@ -49,6 +50,7 @@ log = structlog.get_logger()
 # first record is read. A crash in between leaves a commit without a record; the next assignment writes it.
 
 GROUPS = "penstock.groups"
+_NO_ID = str(UUID(int=0))
 _SEPARATOR = "\n"
 _PAGE = 5000
 _REMEDY = (
@@ -181,8 +183,15 @@ async def find_positions(
     states = await cluster.describe(topics)
     if missing := set(topics) - states.keys():
         raise UnknownTopic(f"Kafka has no topic {min(missing)!r}. Try: declare it under `streams:` in the pipe file")
+    for topic, number in sources:
+        if number not in states[topic].partitions:  # just added, or the topic was made anew with fewer
+            raise Unavailable(f"a node knows no {topic}[{number}]")
     everything = [TopicPartition(topic, number) for topic in topics for number in sorted(states[topic].partitions)]
     ids = {topic: states[topic].id for topic in topics}
+    if _NO_ID in ids.values():
+        raise BrokerError(
+            "Kafka has no ids of topics. Try: Kafka 3.1 or later, and inter.broker.protocol.version 2.8 or later"
+        )
     committed = await fetch_committed(cluster, group, everything)
     on_record = await begun.find(group, everything)
     live = {source: row for source, row in committed.items() if row.metadata.topic in ("", ids[source.topic])}
@@ -213,10 +222,24 @@ async def find_positions(
     for beginning in set(wanted.values()):
         those = [source for source, each in wanted.items() if each == beginning]
         found.position.update(await starts(cluster, those, beginning, ids))
+    await _confirm_epochs(cluster, found, wanted, ids)
     found.fresh.update(wanted.keys() - expired)
     await _stop_lost(cluster, group, found, [source for source in wanted if source in expired], ids)
     await _go_to_cuts(cluster, group, found, ids, prefix)
     return found
+
+
+async def _confirm_epochs(
+    cluster: Cluster, found: StartPositions, sources: Collection[TopicPartition], ids: Ids
+) -> None:
+    """These positions are of the logs of these leaders' epochs. Else a cut is seen where there is none, or none where one is."""
+    read = {
+        source: (found.position[source], epoch)
+        for source in sources
+        if (epoch := found.metadata[source].epoch) is not None
+    }
+    if await find_cuts(cluster, read, ids):
+        raise Unavailable("a partition got another leader while the group's position in it was found")
 
 
 _MADE_ANEW = "it is read from its oldest record; records of the old topic that the group had not read are gone"

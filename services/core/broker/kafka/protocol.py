@@ -22,8 +22,8 @@ from aiokafka.protocol.types import (
     TaggedFields,
 )
 
-_CONSUMER = -1
-_UNKNOWN = -1
+CONSUMER = -1
+UNKNOWN = -1
 
 
 class Uuid(AbstractType[UUID]):  # type: ignore[misc]  # aiokafka has no types
@@ -38,10 +38,17 @@ class Uuid(AbstractType[UUID]):  # type: ignore[misc]  # aiokafka has no types
         return UUID(bytes=data.read(16))
 
 
+TAGS = ("tags", TaggedFields)
+
+
+def by_id(*fields: tuple[str, Any]) -> CompactArray:
+    """Topics, named by their ids, with these fields of each of their partitions."""
+    return CompactArray(("topic_id", Uuid), ("partitions", CompactArray(*fields, TAGS)), TAGS)
+
+
 _TEXT = CompactString("utf-8")
-_TAGS = ("tags", TaggedFields)
 _NODES = CompactArray(Int32)
-_BROKERS = CompactArray(("node_id", Int32), ("host", _TEXT), ("port", Int32), ("rack", _TEXT), _TAGS)
+_BROKERS = CompactArray(("node_id", Int32), ("host", _TEXT), ("port", Int32), ("rack", _TEXT), TAGS)
 _PARTITIONS = CompactArray(
     ("error_code", Int16),
     ("partition", Int32),
@@ -50,7 +57,7 @@ _PARTITIONS = CompactArray(
     ("replicas", _NODES),
     ("isr", _NODES),
     ("offline_replicas", _NODES),
-    _TAGS,
+    TAGS,
 )
 _TOPICS = CompactArray(
     ("error_code", Int16),
@@ -59,7 +66,7 @@ _TOPICS = CompactArray(
     ("is_internal", Boolean),
     ("partitions", _PARTITIONS),
     ("authorized_operations", Int32),
-    _TAGS,
+    TAGS,
 )
 
 
@@ -74,7 +81,7 @@ class DescribeTopicsResponse(Response):  # type: ignore[misc]  # aiokafka has no
         ("cluster_id", _TEXT),
         ("controller_id", Int32),
         ("topics", _TOPICS),
-        _TAGS,
+        TAGS,
     )
 
 
@@ -86,10 +93,10 @@ class DescribeTopicsStruct(RequestStruct):  # type: ignore[misc]  # aiokafka has
     API_VERSION = 12
     RESPONSE_TYPE = DescribeTopicsResponse
     SCHEMA = Schema(
-        ("topics", CompactArray(("topic_id", Uuid), ("topic", _TEXT), _TAGS)),
+        ("topics", CompactArray(("topic_id", Uuid), ("topic", _TEXT), TAGS)),
         ("allow_auto_topic_creation", Boolean),
         ("include_topic_authorized_operations", Boolean),
-        _TAGS,
+        TAGS,
     )
 
 
@@ -140,10 +147,10 @@ class EpochEndRequest(Request[EpochEndStruct]):  # type: ignore[misc]  # aiokafk
 
     def build(self, request_struct_class: type[EpochEndStruct]) -> EpochEndStruct:
         rows: list[tuple[str, list[tuple[int, int, int]]]] = [
-            (topic, [(partition, _UNKNOWN, epoch) for partition, epoch in partitions])
+            (topic, [(partition, UNKNOWN, epoch) for partition, epoch in partitions])
             for topic, partitions in self._topics
         ]
-        return request_struct_class(_CONSUMER, rows)
+        return request_struct_class(CONSUMER, rows)
 
 
 _ALL_REPLICAS = -1

@@ -9,7 +9,16 @@ from typing import NamedTuple
 from services.core.broker.contract import MAX_POLL_BYTES
 from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRange, Unavailable, UnknownTopic
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.offsets import EARLIEST, Ids, ends, fetch, leaders_of, list_offsets, partitions_of
+from services.core.broker.kafka.offsets import (
+    EARLIEST,
+    REMEDY,
+    Ids,
+    ends,
+    fetch,
+    leaders_of,
+    list_offsets,
+    partitions_of,
+)
 from services.core.broker.kafka.record_batch import (
     BATCH_FRAMING,
     MAX_BATCH_BYTES,
@@ -62,7 +71,11 @@ async def find_damage(cluster: Cluster, positions: Mapping[TopicPartition, int])
     found: dict[TopicPartition, Damaged] = {}
     leaders = await leaders_of(cluster, positions)
     for source, offset in positions.items():
-        data = (await fetch(cluster, source, leaders[source], offset, max_bytes=_READ_BYTES)).data
+        try:
+            data = (await fetch(cluster, source, leaders[source], offset, max_bytes=_READ_BYTES)).data
+        except DataDamaged as error:
+            found[source] = Damaged(offset, True, partial(DataDamaged, error.topic, error.ranges, error.detail), None)
+            continue
         unreadable = find_unreadable(data, offset)
         if unreadable is None:
             continue
@@ -98,8 +111,7 @@ def _make_replacement(source: TopicPartition, unreadable: Unreadable, last: int)
 def _fault(source: TopicPartition, unreadable: Unreadable) -> ErrorFactory:
     last = max(unreadable.first, (unreadable.resume or unreadable.claimed_end or 0) - 1)
     ranges = ((source.partition, unreadable.first, last),)
-    remedy = "Try: another leader for the partition, whose copy may be intact (kafka-reassign-partitions)"
-    return partial(DataDamaged, source.topic, ranges, f"{unreadable.detail}. {remedy}")
+    return partial(DataDamaged, source.topic, ranges, f"{unreadable.detail}. {REMEDY}")
 
 
 async def read_at(cluster: Cluster, source: TopicPartition, offset: int, max_records: int) -> Batch | None:

@@ -131,9 +131,10 @@ def find_unreadable(data: bytes, position: int) -> Unreadable | None:
             return _describe(data, at, position, fault, is_next)
         is_next = is_next and not readable
         at += len(piece)
-    if at or not data:
+    is_cut_off = at > 0 and not (len(data) - at >= _FRAME.size and _FRAME.unpack_from(data, at)[1] < _SMALLEST)
+    if is_cut_off or not data:
         return None
-    return Unreadable(position, data, "the length of a batch is altered", True, None, None)
+    return Unreadable(end_of(data, position), data[at:], "the length of a batch is altered", is_next, None, None)
 
 
 def readable_rows(data: bytes, position: int) -> Iterator[Row]:
