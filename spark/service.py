@@ -22,6 +22,7 @@ from services.core.lifecycle import Supervision, wait_for_stop
 from services.core.management import serve_management
 from services.core.pauses import NOT_READ, Pauses
 from services.core.startup import open_when_reachable
+from services.core.yaml_source import BadConfiguration, Problem
 from spark.brokers.contract import SparkBroker, open_spark_broker
 from spark.errors import shorten
 from spark.executor_group import ExecutorGroup
@@ -88,6 +89,7 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
             await supervision.stopping.wait()
             return
         broker = open_spark_broker(settings.broker)
+        check_place(broker, settings)
         scratch = await run_blocking(lambda: Scratch(settings.data), "scratch")
         show_disk(scratch.folder.parent)
         if "://" not in (checkpoints := settings.checkpoint_root()):
@@ -130,6 +132,13 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
         await run_blocking(session.stop, "spark-stop")
         await run_blocking(broker.close, "broker-close")
         await run_blocking(scratch.remove, "scratch-remove")  # after a failure the next start removes it
+
+
+def check_place(broker: SparkBroker, settings: TransformSettings) -> None:
+    """Raises BadConfiguration when the broker's tasks cannot run on other machines, and the master has executors there."""
+    if broker.needs_local_master and settings.master_kind() is not MasterKind.LOCAL:
+        text = "Kafka with ?security= needs a local master. Try: --master auto, as in docs/kafka.md"
+        raise BadConfiguration([Problem("--master", "", text)])
 
 
 def _open(

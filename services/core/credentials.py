@@ -82,12 +82,13 @@ def digest_files(tls: Tls, folder: Path) -> bytes:
     """Of the content of the files. Blocking. Raises BadCredential."""
     digest = hashlib.sha256()
     for file, private in ((tls.ca, False), (tls.certificate, tls.key is None), (tls.key, True)):
-        content = b"" if file is None else _read_pem(folder / file, private=private)
+        content = b"" if file is None else read_pem(folder / file, private=private)
         digest.update(b"%d:%b" % (len(content), content))
     return digest.digest()
 
 
-def _read_pem(path: Path, *, private: bool) -> bytes:
+def read_pem(path: Path, *, private: bool) -> bytes:
+    """The content of a file of TLS; private: other users must not have access. Blocking. Raises BadCredential."""
     try:
         return read_regular(path, _MAX_CERTIFICATES, private=private)
     except UnusableFile as error:
@@ -99,7 +100,7 @@ def _make_context(tls: Tls, folder: Path) -> ssl.SSLContext:
         context = ssl.create_default_context()
     else:
         path = folder / tls.ca
-        found = _PEM_CERTIFICATE.findall(_read_pem(path, private=False))
+        found = _PEM_CERTIFICATE.findall(read_pem(path, private=False))
         if not found:
             raise BadCredential(f"{path} has no certificate in PEM form")
         try:
@@ -274,7 +275,7 @@ def _show_expiry(
         return
     name, key = whose
     with suppress(ValueError, IndexError):
-        until = choose(untils_of_pem(_read_pem(folder / file, private=False)))
+        until = choose(untils_of_pem(read_pem(folder / file, private=False)))
         metrics.CERTIFICATE_EXPIRY.labels(name, ".".join(map(str, (*key, part)))).set(until)
 
 

@@ -129,6 +129,8 @@ class SparkBroker(ABC):
 
     max_record_bytes: int
     needs_kafka_jars: bool = False
+    needs_local_master: bool = False
+    """Whether tasks must run on this machine: they read files of this process."""
     real_time: bool = False
     """Whether Spark's real-time mode can read it."""
 
@@ -357,14 +359,9 @@ def open_spark_broker(url: str) -> SparkBroker:
         from spark.brokers.kafka import KafkaSparkBroker
 
         try:
-            address = parse_kafka_url(url)
+            return KafkaSparkBroker(*parse_kafka_url(url))
         except ValueError as error:
             raise BadConfiguration([Problem("broker", "", str(error))]) from error
-        if address.security is not None:
-            raise BadConfiguration(
-                [Problem("broker", "", "a transform reads no Kafka with ?security= yet. Try: a URL without it")]
-            )
-        return KafkaSparkBroker(address.bootstrap, address.prefix)
     if parts.scheme == "kinesis":
         from spark.brokers.kinesis import KinesisSparkBroker
 

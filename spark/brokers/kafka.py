@@ -3,9 +3,12 @@ events again, with the same ids.
 """
 
 import json
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -26,6 +29,7 @@ from spark.brokers.contract import (
     open_stream,
     try_in_tasks,
 )
+from spark.brokers.kafka_login import client_properties
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, jvm
 from spark.records import DIGITS, HEADERS, OUT, OUT_SCHEMA, RAW_NAMES, OffsetRange, Offsets, to_arrow
@@ -63,6 +67,7 @@ _PRODUCER = {
 
 class KafkaSparkBroker(SparkBroker):
     """The cluster behind these bootstrap servers. prefix: of the fleet's names there, as in `services.core.broker.prefix`.
+    security: the file with TLS and the login; each query and each client that begins reads it again.
 
     Checkpoints have the cluster's names.
     """
@@ -72,8 +77,10 @@ class KafkaSparkBroker(SparkBroker):
     max_record_bytes = 1_040_000
     """Below max.message.bytes of our topics, with room for the framing of a batch and a record."""
 
-    def __init__(self, servers: str, prefix: str = "") -> None:
-        self._servers, self._prefix = servers, prefix
+    def __init__(self, servers: str, prefix: str = "", security: Path | None = None) -> None:
+        self._servers, self._prefix, self._security = servers, prefix, security
+        self.needs_local_master = security is not None
+        self._secrets: Path | None = None
         self._opening = threading.Lock()
         self._producer: Any = None
         self._close_within: Any = None
@@ -178,9 +185,10 @@ class KafkaSparkBroker(SparkBroker):
             ) from error
 
     def _open_producer(self, classes: Any) -> Any:
+        client = self._client()
         with self._opening:
             if self._producer is None:
-                properties = _properties(classes, {"bootstrap.servers": self._servers} | _PRODUCER)
+                properties = _properties(classes, client | _PRODUCER)
                 serializer = classes.org.apache.kafka.common.serialization.ByteArraySerializer
                 open_producer = classes.org.apache.kafka.clients.producer.KafkaProducer
                 self._producer = open_producer(properties, serializer(), serializer())
@@ -189,6 +197,9 @@ class KafkaSparkBroker(SparkBroker):
 
     def close(self) -> None:
         self._discard(self._producer)
+        if self._secrets is not None:
+            shutil.rmtree(self._secrets, ignore_errors=True)
+            self._secrets = None
 
     def _discard(self, producer: Any) -> None:
         """Close it. Pipes that still wait for its answers get an error then, and append again with the next one."""
@@ -216,15 +227,21 @@ class KafkaSparkBroker(SparkBroker):
         return frame.select(*[column.alias(name) for name, column in columns.items()])
 
     def _with_servers(self, options: Mapping[str, str]) -> dict[str, Any]:
-        return {"kafka.bootstrap.servers": self._servers, **options}
+        return {f"kafka.{name}": value for name, value in self._client().items()} | dict(options)
+
+    def _client(self) -> dict[str, str]:
+        """Properties of each client of the cluster."""
+        with self._opening:
+            if self._security is not None and self._secrets is None:
+                self._secrets = Path(tempfile.mkdtemp(prefix="kafka-login-"))
+        return {"bootstrap.servers": self._servers} | client_properties(self._security, self._secrets or Path())
 
     @contextmanager
     def _admin(self, session: SparkSession) -> Iterator["_Admin"]:
         """Kafka's own admin client in Spark's Java. Inside, its failures become Unavailable or UnknownTopic."""
         classes = jvm(session)
         timeout = str(REQUEST_MS)
-        settings = {
-            "bootstrap.servers": self._servers,
+        settings = self._client() | {
             "default.api.timeout.ms": timeout,
             "request.timeout.ms": timeout,
         }

@@ -1,0 +1,108 @@
+"""Transforms on a Kafka that wants TLS and a login."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from services.core.broker.errors import Unavailable
+from services.core.event import read_id
+from services.core.yaml_source import BadConfiguration
+from spark.brokers.kafka import KafkaSparkBroker
+from spark.brokers.kafka_login import client_properties
+from spark.records import OffsetRange
+from spark.service import check_place
+from spark.settings import TransformSettings
+from tests.spark.broker_pipeline import BrokerPipeline
+from tests.spark.test_kafka import COLUMNS, flight
+from tests.support.authority import Authority
+from tests.support.secured_kafka import OPERATOR, SecuredKafka
+
+pytestmark = pytest.mark.kafka
+
+
+@pytest.fixture(scope="module")
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredKafka]:
+    """One broker for all tests here."""
+    with SecuredKafka(tmp_path_factory.mktemp("secured")) as kafka:
+        yield kafka
+
+
+def plans_of(spark: SparkSession, shown: str = "") -> str:
+    """All that Spark's pages show of the queries that have run."""
+    store: Any = spark._jsparkSession.sharedState().statusStore()
+    executions = store.executionsList()
+    for index in range(executions.size()):
+        one = executions.apply(index)
+        shown += f"{one.description()}{one.details()}{one.physicalPlanDescription()}{one.modifiedConfigs()}"
+    return shown
+
+
+def test_a_transform_by_password(spark: SparkSession, kafka: SecuredKafka, tmp_path: Path) -> None:
+    """If this fails, no transform runs on a secured Kafka; or Spark's pages, plans or progress show the password."""
+    path = kafka.write(tmp_path / "own")
+    with BrokerPipeline(spark, kafka.url("scram", path), tmp_path, partitions=1) as pipeline:
+        pipeline.send([flight(n) for n in range(1, 6)] + [flight(7, delay="late")])
+        job = pipeline.start(pipeline.chosen(columns=COLUMNS, sql="SELECT event, 100 / delay AS share FROM {s}"))
+        assert {read_id(record) for record in pipeline.records("out", 5)} == {f"id-{n}" for n in range(1, 6)}
+        assert len(pipeline.records("dead", 1)) == 1
+        broker = pipeline.broker
+        assert isinstance(broker, KafkaSparkBroker)
+        frame: Any = broker.read_ranges(spark, [OffsetRange(pipeline.stream, 0, 0, 5)])
+        assert frame.count() == 5
+        execution = frame._jdf.queryExecution()
+        shown = plans_of(spark, f"{execution}{execution.logical()}{execution.executedPlan()}{job!r}")
+        pipeline.stop()
+    assert pipeline.problem is None
+    assert "kafka" in shown.lower()
+    for secret in (kafka.passwords[OPERATOR], "BEGIN CERTIFICATE"):
+        assert secret not in shown
+
+
+def test_what_java_gets(tmp_path: Path) -> None:
+    """If this fails, a password with a quote is cut off or says something else, or Java gets a key that it cannot read."""
+    (tmp_path / "password").write_text('a"b\\c; x="y')
+    (tmp_path / "password").chmod(0o600)
+    path = tmp_path / "kafka.yaml"
+    path.write_text("sasl: {mechanism: SCRAM-SHA-256, user: ann, password: {file: password}}")
+    found = client_properties(path, tmp_path)
+    assert found["security.protocol"] == "SASL_PLAINTEXT"
+    jaas = tmp_path / "sasl.jaas.config"
+    assert (found["sasl.jaas.config"], jaas.stat().st_mode & 0o777) == (f"${{penstock:{tmp_path}:{jaas.name}}}", 0o600)
+    assert jaas.read_text().endswith('required username="ann" password="a\\"b\\\\c; x=\\"y";')
+    own = Authority(tmp_path / "own").sign("client")
+    old = subprocess.run(["openssl", "ec", "-in", own], check=True, capture_output=True).stdout
+    own.write_bytes(own.read_bytes()[own.read_bytes().index(b"-----BEGIN CERT") :] + old)
+    path.write_text(f"tls: {{certificate: {own}}}")
+    with pytest.raises(Unavailable, match="openssl pkcs8") as caught:
+        client_properties(path, tmp_path)
+    assert "BEGIN EC" not in str(caught.value)
+
+
+def test_tasks_elsewhere_are_refused(tmp_path: Path) -> None:
+    """If this fails, executors on other machines get no login, and each batch fails with a file that is not there."""
+    broker = KafkaSparkBroker("h:1", security=tmp_path / "kafka.yaml")
+    check_place(broker, TransformSettings())
+    with pytest.raises(BadConfiguration, match="local master"):
+        check_place(broker, TransformSettings(master="spark://h:7077"))
+    check_place(KafkaSparkBroker("h:1"), TransformSettings(master="spark://h:7077"))
+
+
+def test_by_certificate_and_not_without(spark: SparkSession, kafka: SecuredKafka, tmp_path: Path) -> None:
+    """If this fails, client certificates do not reach Java; or a wrong one is a time-out, or a secret in an error."""
+    tls = {"ca": str(kafka.ours.ca), "certificate": str(kafka.client)}
+    path = kafka.write(tmp_path / "own", tls=tls, sasl=None)
+    with BrokerPipeline(spark, kafka.url("tls", path), tmp_path, partitions=2) as pipeline:
+        assert [part.end for part in pipeline.broker.stored_ranges(spark, [pipeline.stream])] == [0, 0]
+        stream = pipeline.stream
+    wrong = kafka.write(tmp_path / "wrong")
+    (wrong.parent / "password").write_text("wrong-hunter2")
+    with pytest.raises(Unavailable, match="Authentication failed") as caught:
+        KafkaSparkBroker(kafka.address("scram"), security=wrong).stored_ranges(spark, [stream])
+    assert "wrong-hunter2" not in f"{caught.value!r}{caught.value.__cause__!r}{caught.value.__cause__}"
+    (wrong.parent / "password").chmod(0o644)
+    with pytest.raises(Unavailable, match="chmod 600"):
+        KafkaSparkBroker(kafka.address("scram"), security=wrong).stored_ranges(spark, [stream])
