@@ -113,7 +113,12 @@ class Attempts:
         elif pending != WARM_UP and not self._real_time:
             self.save(Attempt(pending, self._version, ended=1, total=1))
         if self.ended:
-            log.warning("batch_begun_before_and_not_done", batch=pending, ended_processes=self.ended)
+            log.warning(
+                "batch_begun_before_and_not_done",
+                pipe=checkpoint.path.rpartition("/")[2],
+                batch=pending,
+                ended_processes=self.ended,
+            )
 
     def _count(self, found: Attempt) -> None:
         if found.control is not None:

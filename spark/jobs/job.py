@@ -262,6 +262,8 @@ class Job:
                     log.info("query_starts_again", pipe=self.pipe, because="a table of it has a new content")
             finally:
                 running.stop(lambda: self._may_finish(halted))
+                if halted is not None and self._stop.is_set():
+                    self.excuse()  # Spark plans the next batch while the last one ends
 
     def _check_in_use(self, checkpoint: Checkpoint, error: Exception) -> None:
         """Whether the query failed because another process has taken over. Raises CheckpointInUse then."""

@@ -20,7 +20,7 @@ from services.core.pauses import Pause
 from spark.brokers.contract import measure_backlog
 from spark.brokers.log import LogSparkBroker
 from spark.health import QueryState, Watchdog
-from spark.jobs.attempts import Attempts
+from spark.jobs.attempts import Attempt, Attempts
 from spark.jobs.checkpoint import CheckpointDamaged, open_checkpoint
 from spark.jobs.claims import CheckpointInUse
 from spark.jobs.culprits import ALL_FAILED, FailureStreak
@@ -122,6 +122,28 @@ def test_a_stop_limits_the_wait_for_the_batch_of_a_pause(
     assert not running.abandoned.wait(0.2)
     job.stop(0.1)
     assert running.abandoned.wait(60), "the limit of a batch is five minutes"
+
+
+def test_a_stop_is_no_end_that_a_batch_caused(
+    pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch, spark: SparkSession
+) -> None:
+    """If this fails, a batch that was planned while the service was stopped counts as one that ended the process: a warning after
+    each Ctrl-C, and parts after the second one."""
+    running = LongBatch()
+    monkeypatch.setattr(Job, "_start", lambda _job, _query: running)
+    prepared = pipeline.prepare(pipeline.pipe(columns=COLUMNS, sql="SELECT event, delay FROM s"))
+    job = pipeline.start_prepared(prepared)
+    wait_for(lambda: bool(pipeline.states) and pipeline.states[-1].problem is None, "the query")
+    offsets = Path(pipeline.checkpoints, "p", "offsets")
+    offsets.mkdir(exist_ok=True)
+    (offsets / "0").write_text("v1\n{}\n-\n")
+    job.stop(0.0)
+    assert running.abandoned.wait(60)
+    pipeline.stop()
+    with open_checkpoint(spark, pipeline.checkpoints, "p") as checkpoint:
+        attempts = Attempts(prepared.version)
+        attempts.open(checkpoint)
+        assert (attempts.of(0), attempts.ended) == (Attempt(0, prepared.version), 0)
 
 
 def test_transform_may_change(pipeline: LogPipeline) -> None:
