@@ -35,6 +35,8 @@ class Ended(ConnectionError):
 class Folder:
     """A checkpoint that holds one planned batch, and notes."""
 
+    path = "checkpoints/pipe"
+
     def __init__(self) -> None:
         self.notes: dict[str, bytes] = {}
         self.done = False

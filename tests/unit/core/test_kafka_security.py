@@ -1,6 +1,7 @@
 """The file that `?security=` names: what it may say, and that nothing shows its secrets."""
 
 import asyncio
+import struct
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,30 @@ async def test_a_node_that_refuses_is_asked_more_and_more_seldom(tmp_path: Path)
     assert "ann" in (access.problem or "")
     now += LONGEST_HOLD_S
     assert access.problem is None, "of a node that nobody wants any more"
+    for _ in range(1100):
+        now += LONGEST_HOLD_S
+        assert await attempt() is None, "however often: a float holds no 2 ** 1024"
     write(tmp_path, _SCRAM, "right")
     now += 1.0
     assert await attempt() == "connection"
     assert access.problem is None
+
+
+@pytest.mark.parametrize(
+    ("failure", "told", "text"),
+    [
+        (struct.error("short"), RefusedError, "is no Kafka: error"),
+        (EOFError(), RefusedError, "is no Kafka: EOFError"),
+        (RuntimeError("the handler is closed"), kafka.KafkaConnectionError, "the handler is closed"),
+    ],
+)
+async def test_no_error_of_a_connection_ends_a_task_of_aiokafka(
+    tmp_path: Path, failure: Exception, told: type[Exception], text: str
+) -> None:
+    """If it fails, an answer that no Kafka gives ends the task that renews the metadata, and nobody notices."""
+
+    async def connect(**_settings: Any) -> str:
+        raise failure
+
+    with pytest.raises(told, match=text):
+        await Access(write(tmp_path, _SCRAM)).open(connect, "h", 1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any, cast
 from uuid import UUID
 
@@ -88,6 +89,31 @@ async def test_a_cut_is_noticed_though_nothing_is_stored_behind_it() -> None:
     reader.consumer._checked_at = float("-inf")
     assert await reader.read() == [1, 2]
     assert reader.revoked == [{_SOURCE}]
+
+
+async def test_a_new_leader_that_cannot_be_asked_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, one partition whose leader is away stops all partitions of the member."""
+    reader = Reader()
+    other = TopicPartition(TOPIC, 1)
+    reader.group.sources.append(other)
+    coordinator = reader.client._coordinator
+    coordinator.generation, coordinator.member_id, reader.group.members = reader.group.generation, "m", {"m"}
+    await reader.own.on_partitions_assigned(reader.group.sources)
+    assert await reader.read() == [0, 1, 2, 0, 1, 2]
+    describe = reader.group.describe
+
+    async def move_one(*asked: Any) -> Any:
+        found = await describe(*asked)
+        partitions = dict(found[TOPIC].partitions)
+        partitions[0] = replace(partitions[0], leader=-1, epoch=EPOCH + 1)
+        return {TOPIC: replace(found[TOPIC], partitions=partitions)}
+
+    monkeypatch.setattr(reader.group, "describe", move_one)
+    reader.client.epoch, reader.group.cut = EPOCH + 1, 3
+    reader.consumer._checked_at = float("-inf")
+    assert await reader.consumer._find_changed({other: (3, EPOCH)}, {other: EPOCH + 1}) == set()
+    reader.group.cut = 1
+    assert await reader.consumer._find_changed({other: (3, EPOCH)}, {other: EPOCH + 1}) == {other}
 
 
 async def test_a_former_leader_does_not_say_that_nothing_was_cut_off() -> None:

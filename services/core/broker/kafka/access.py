@@ -87,11 +87,9 @@ class Access:
                 raise
             # A connection that breaks may be a broker that restarts: it is asked again soon.
             raise self._refuse(node, text, b"" if isinstance(error, ConnectionError) else login.digest) from None
-        except (
-            AssertionError,
-            LookupError,
-            ValueError,
-        ) as error:  # an answer that no Kafka gives: aiokafka expects it nowhere
+        except RuntimeError as error:  # uvloop's, for a connection that was just closed
+            raise kafka.KafkaConnectionError(f"{host}:{port}: {error}") from error
+        except Exception as error:  # an answer that no Kafka gives: aiokafka expects it nowhere, and would end a task
             raise self._refuse(node, f"{host}:{port} is no Kafka: {type(error).__name__}", login.digest) from None
         if self._refusals.pop(node, None) is not None:
             log.info("kafka_access_accepted", node=f"{host}:{port}")
@@ -100,7 +98,7 @@ class Access:
     def _refuse(self, node: tuple[str, int], text: str, digest: bytes) -> RefusedError:
         now, known = self._clock(), self._refusals.pop(node, None)
         count = 1 + (known.count if known is not None and known.digest == digest else 0)
-        hold = min(LONGEST_HOLD_S, FIRST_HOLD_S * 2 ** (count - 1))
+        hold = min(LONGEST_HOLD_S, FIRST_HOLD_S * 2 ** min(count - 1, 10))  # a float holds no 2 ** 1024
         self._refusals[node] = _Refusal(text, digest, now + hold, now, count)
         metrics.BROKER_ACCESS_REFUSED.inc()
         if known is None or known.text != text:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, NoReturn
@@ -82,6 +83,8 @@ _Epochs = Mapping[KafkaPartition, list[tuple[int, int]]]
 
 _GRACE = 0.05
 """Seconds beyond getmany's own time-out, which does not count while a rebalance runs."""
+_NEW_LEADER_S = 2.0
+"""Seconds in which a new leader has to say where its log was cut off; meanwhile no record is returned."""
 
 
 class SharedResources(NamedTuple):
@@ -246,12 +249,32 @@ class KafkaConsumer:
             return anew  # not lost if a suspect's leader cannot be asked; suspects are read again, and asked about then
         newest = {source: topics[source.topic].epoch_of(source.partition) for source in lives if source.topic in topics}
         led_anew = own.find_led_anew(newest)
-        asked = {**led_anew, **suspects}
-        ids = {source.topic: lives[source] for source in asked}
-        newer = dict(fetched or {})
-        newer |= {source: max(newest[source], newer.get(source, -1)) for source in led_anew}
-        cuts = await find_cuts(self._cluster, asked, ids, fetched=newer)
-        own.validated |= {source: (at, newest[source]) for source, (at, _) in led_anew.items() if source not in cuts}
+        newer = {source: epoch for source, epoch in (fetched or {}).items() if source in suspects}
+        newer |= {source: max(newest[source], newer.get(source, -1)) for source in led_anew.keys() & suspects.keys()}
+        cuts = await find_cuts(self._cluster, suspects, {s.topic: lives[s] for s in suspects}, fetched=newer)
+        own.validated |= {s: (suspects[s][0], newest[s]) for s in led_anew.keys() & suspects.keys() - cuts.keys()}
+        nodes: defaultdict[int, dict[TopicPartition, tuple[int, int]]] = defaultdict(dict)
+        for source in led_anew.keys() - suspects.keys():
+            nodes[topics[source.topic].partitions[source.partition].leader][source] = led_anew[source]
+        found = await asyncio.gather(*(self._find_cut_behind(asked, lives, newest) for asked in nodes.values()))
+        return set(cuts).union(*found)
+
+    async def _find_cut_behind(
+        self,
+        read: Mapping[TopicPartition, tuple[int, int]],
+        lives: Mapping[TopicPartition, str],
+        newest: Mapping[TopicPartition, int],
+    ) -> set[TopicPartition]:
+        """Those of one new leader that were cut off. A leader that cannot be asked holds up nobody, because none of its records
+        was fetched yet: it is asked again at the next check."""
+        ids = {source.topic: lives[source] for source in read}
+        try:
+            async with asyncio.timeout(_NEW_LEADER_S):
+                cuts = await find_cuts(self._cluster, read, ids, fetched={source: newest[source] for source in read})
+        except (BrokerError, TimeoutError) as error:
+            log.info("kafka_log_unknown", group=self._group, error=str(error) or "no answer")
+            return set()
+        self._own.validated |= {source: (at, newest[source]) for source, (at, _) in read.items() if source not in cuts}
         return set(cuts)
 
     def _seek_back(self) -> None:
