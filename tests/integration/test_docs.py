@@ -172,7 +172,7 @@ async def test_sending(tmp_path: Path) -> None:
 
 async def test_receiving(tmp_path: Path) -> None:
     """Broken: docs/receiving.md shows commands that do not work."""
-    await run_page("docs/receiving.md", tmp_path, lambda out: '"id":"o-1"' in out)
+    await run_page("docs/receiving.md", tmp_path, lambda out: '"id": "o-1"' in out)
 
 
 async def test_operating(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ async def test_fidelity(tmp_path: Path) -> None:
 
 async def test_dead_letters(tmp_path: Path) -> None:
     """Broken: docs/dead-letters.md shows commands that do not work, or a redrive that brings nothing."""
-    page = await run_page("docs/dead-letters.md", tmp_path, lambda out: '"id":"o-1"' in out and '"id":"o-2"' in out)
+    page = await run_page("docs/dead-letters.md", tmp_path, lambda out: '"id": "o-1"' in out and '"id": "o-2"' in out)
     assert "http_401" in page.said
     assert "redriven 2, refused 0" in page.said
     assert "\n0 dead letters\n" in page.said
