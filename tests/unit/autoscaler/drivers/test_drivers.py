@@ -89,7 +89,7 @@ async def test_aws_has_one_attempt_for_all_its_requests(monkeypatch: pytest.Monk
 async def test_aws_stays_within_the_bounds_of_the_group() -> None:
     """Broken: the size that we believe in is not the one that AWS has."""
     fake = FakeAutoScaling(["InService"] * 4, ["TERMINATING"], 4)
-    with pytest.raises(Refused, match="from 1 to 4"):
+    with pytest.raises(Refused, match="allows 1 to 4"):
         await AwsDriver(fake, fake, 9100).resize("expel", 4, 5)
 
 
