@@ -251,6 +251,11 @@ EXPEL_BREAKER = Gauge(
     "The destination's circuit breaker: 0 closed, 1 half-open (one request is a probe), 2 open (nothing is sent).",
     ["pipe", "destination"],
 )
+EXPEL_NEXT_PROBE = Gauge(
+    "penstock_expel_next_probe_timestamp_seconds",
+    "While the destination's circuit breaker is open: the time from which the next event that is due tests its receiver.",
+    ["pipe", "destination"],
+)
 EXPEL_LANE_EVENTS = Gauge("penstock_expel_lane_events", "Events in flight to a destination.", ["pipe", "destination"])
 EXPEL_LANE_UP = Gauge(
     "penstock_expel_lane_up",

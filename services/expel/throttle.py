@@ -45,6 +45,7 @@ class SendThrottle:
         self._sheds, self._clock = sheds, clock
         self._notice = FailureNotice(self._lane, clock)
         self._gauge = metrics.EXPEL_BREAKER.labels(pipe, destination)
+        self._labels = pipe, destination
 
     @property
     def is_blocked(self) -> bool:
@@ -128,7 +129,7 @@ class SendThrottle:
                 lane=self._lane,
                 reason=failure.reason,
                 detail=failure.detail,
-                hint="its events wait; one request at a time tests whether its receiver is back",
+                hint="its events wait; one request at a time tests whether its receiver is back. When: penstock status",
             )
 
     def start_slowly(self) -> None:
@@ -137,9 +138,13 @@ class SendThrottle:
         self._slow_start.start()
 
     def update_gauge(self) -> None:
-        """Set the breaker's metric. Every few seconds."""
+        """Set the breaker's metrics. Every few seconds. A destination with a closed breaker has no time of a probe."""
         self._notice.check()
         self._gauge.set(_STATES[self.state])
+        if self.state == "closed":
+            metrics.EXPEL_NEXT_PROBE.remove(*self._labels)
+        else:
+            metrics.EXPEL_NEXT_PROBE.labels(*self._labels).set(time.time() + self.blocked_for())
 
 
 class FailureNotice:

@@ -159,8 +159,9 @@ def make_table(
 
 
 def print_failure(error: CommandFailed) -> None:
-    """Print the error, then the remedy."""
-    ERR.print(Text.assemble(("error: ", "bold red"), mask_text(error.what)))
+    """Print the error, then the remedy. A stop by Ctrl-C (130) was wanted, so it is not called an error."""
+    kind = ("", "") if error.status == 130 else ("error: ", "bold red")
+    ERR.print(Text.assemble(kind, mask_text(error.what)))
     if error.remedy:
         ERR.print(Text.assemble(("  Try: ", "bold"), mask_text(error.remedy)))
 

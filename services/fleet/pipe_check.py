@@ -16,7 +16,13 @@ from services.fleet.problem import CommandFailed
 
 _READINGS = 5
 _NO_CODE = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|`[^`]*`|--[^\n]*|/\*.*?\*/", re.DOTALL)
-_HYPHENATED = re.compile(r"\b(?:FROM|JOIN)\s+(\w+(?:-\w*)+)", re.IGNORECASE)
+_INNERMOST = re.compile(r"\(([^()]*)\)")
+_FROM = re.compile(
+    r"\bFROM\b(.*?)(?:\b(?:FROM|WHERE|GROUP|ORDER|HAVING|LIMIT|UNION|EXCEPT|INTERSECT|MINUS|WINDOW|SELECT)\b|$)",
+    re.IGNORECASE | re.DOTALL,
+)
+_BETWEEN = re.compile(r",|\bJOIN\b", re.IGNORECASE)
+_HYPHENATED = re.compile(r"\s*(\w+(?:-\w*)+)")
 
 
 def check_pipe_file(path: Path, *, listen: str = "", allow_networks: str = "", secrets: bool = True) -> PipeFile:
@@ -81,10 +87,20 @@ def _unquoted_names(document: Document, pipes: PipeFile) -> list[Problem]:
     for name, pipe in pipes.pipes.items():
         sql = _NO_CODE.sub(" ", (pipe.transform.sql if pipe.transform is not None else None) or "")
         views = {*pipe.sources, *pipes.tables}
-        for view in sorted({each for each in _HYPHENATED.findall(sql) if each in views}):
+        for view in sorted(views & _hyphenated_names(sql)):
             text = f"{view} is written without back-quotes. Try: FROM `{view}`"
             found.append(document.problem(("pipes", name, "transform", "sql"), text))
     return found
+
+
+def _hyphenated_names(sql: str) -> set[str]:
+    """Names with a hyphen where SQL has a view: behind FROM, JOIN, or a comma of FROM; also in queries inside of others."""
+    queries = []
+    while inner := _INNERMOST.search(sql):
+        queries.append(inner[1])
+        sql = f"{sql[: inner.start()]} {sql[inner.end() :]}"
+    named = [part for query in (*queries, sql) for clause in _FROM.findall(query) for part in _BETWEEN.split(clause)]
+    return {found[1] for part in named if (found := _HYPHENATED.match(part))}
 
 
 def _missing_files(document: Document, pipes: PipeFile) -> list[Problem]:

@@ -160,12 +160,20 @@ async def _destination(
         "rate": reading.rate("penstock_expel_events_delivered_total", **labels),
         "paused": None if pause is None else await _paused(broker, pipe, destination, pause),
         "breaker_open": bool(sample.total("penstock_expel_breaker_state", **labels)),
+        "next_probe_ms": _next_probe(sample, labels),
         "lag_records": records,
         "lag_ms": millis,
         "waiting": _waiting(sample, labels),
         "e2e_lag_ms": quantiles(sample.lag("penstock_e2e_lag_seconds", **labels)),
         "event_lag_ms": quantiles(sample.lag("penstock_event_lag_seconds", **labels)),
     }
+
+
+def _next_probe(sample: Sample, labels: Mapping[str, str]) -> int | None:
+    """Milliseconds until a receiver is tested again; of several processes with an open breaker the first. None: none has one."""
+    name, wanted = "penstock_expel_next_probe_timestamp_seconds", set(labels.items())
+    times = [value for (found, one), value in sample.values.items() if found == name and wanted <= set(one)]
+    return max(0, int((min(times) - time.time()) * 1000)) if times else None
 
 
 def _waiting(sample: Sample, labels: Mapping[str, str]) -> int | None:

@@ -141,8 +141,11 @@ def _destinations(rows: list[dict[str, Any]]) -> Table:
 def _failing(row: dict[str, Any]) -> Text:
     """A line for a destination whose circuit breaker is not closed."""
     name = Text(f"{row['pipe']} → {row['destination']}", style="red")
+    wait = row["next_probe_ms"]
+    when = f"In {millis(wait)} the" if wait else "The"
     return Text.assemble(
-        name, " fails: its circuit breaker is open. The next event that is due tests its receiver. Try: penstock doctor"
+        name,
+        f" fails: its circuit breaker is open. {when} next event that is due tests its receiver. Try: penstock doctor",
     )
 
 

@@ -72,7 +72,7 @@ async def test_ctrl_c_leaves_nothing_behind(desk: Desk, moment: str) -> None:
         assert await command.interrupt() == 130
     finally:
         await command.kill()
-    assert "stopped; nothing is left running" in command.err
+    assert "\nstopped; nothing is left running" in command.err, "a stop that was asked for is no error"
     assert "Traceback" not in command.err
     await until(lambda: not living(pids), "all processes gone")
     assert not left_over(desk)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from pathlib import Path
 
 import psutil
@@ -63,6 +64,7 @@ async def test_an_open_circuit_breaker_is_named(tmp_path: Path) -> None:
     values = {
         ("penstock_expel_breaker_state", lane): state for lane, state in zip(lanes.values(), (2.0, 0.0), strict=True)
     }
+    values["penstock_expel_next_probe_timestamp_seconds", lanes["d"]] = time.time() + 90
     state = FleetState(os.getpid(), "", f"log:{tmp_path}", "pipes.yaml", "127.0.0.1:1", "127.0.0.1:2", [])
     values["penstock_ledger_waiting_events", lanes["d"]] = 41_577.0
     values["penstock_expel_events_dead_total", lanes["d"] | {("reason", "http_404")}] = 1.0
@@ -72,7 +74,8 @@ async def test_an_open_circuit_breaker_is_named(tmp_path: Path) -> None:
     console = Console(width=200, record=True)
     console.print(render_status(status))
     text = console.export_text()
-    assert text.count("fails: its circuit breaker is open") == 1
+    assert text.count("fails: its circuit breaker is open. In ") == 1, "how long it may still take"
+    assert [60_000 < (row["next_probe_ms"] or 0) <= 90_000 for row in status["destinations"]] == [True, False]
     assert "Try: penstock doctor" in text
     assert "penstock dead list" in text
     assert "41577" in text

@@ -168,7 +168,7 @@ def status(names: Names) -> Shown:
     }
     destination |= {"waiting": 123_456}
     destination |= {"delivered": 123_456_789, "dead": 405, "lag_records": 123_456, "lag_ms": 1_200_000}
-    destination |= {"e2e_lag_ms": LAGS, "paused": paused, "breaker_open": True}
+    destination |= {"e2e_lag_ms": LAGS, "paused": paused, "breaker_open": True, "next_probe_ms": 299_000}
     retrier = {"up": True, "rate": 12_345.0, "waiting": 123_456, "next_due_ms": 123, "released": 123_456_789, "dead": 1}
     process = {
         "pid": 4_194_303,
