@@ -8,6 +8,7 @@ named; what a skip passes there becomes dead letters (`Burial`).
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
@@ -59,12 +60,16 @@ class PartitionOffsets:
 
 @dataclass(frozen=True, slots=True)
 class LaneOffsets:
-    """members: the broker's names for the living members. pause: while the destination is paused."""
+    """members: the broker's names for the living members. pause: while the destination is paused.
+
+    waiting: of the topics of waiting events. A pipe's destinations share them, so their lag counts events of others, too.
+    """
 
     lane: Lane
     members: Sequence[str]
     pause: Pause | None
     partitions: Sequence[PartitionOffsets]
+    waiting: Sequence[PartitionOffsets] = ()
 
     @property
     def lag(self) -> Lag:
@@ -83,6 +88,7 @@ class LaneOffsets:
             "lag_records": self.lag.records,
             "lag_ms": self.lag.millis,
             "partitions": [one.as_json() for one in self.partitions],
+            "waiting": [one.as_json() for one in self.waiting],
         }
 
 
@@ -108,9 +114,19 @@ async def read_lanes(broker: Broker, lanes: Sequence[Lane], paused: Mapping[str,
             await broker.admin.members(lane.group),
             paused.get(lane.name),
             await read_offsets(broker, lane, lane.topics or lane.waiting),
+            await _read_waiting(broker, lane) if lane.topics else (),
         )
         for lane in lanes
     ]
+
+
+async def _read_waiting(broker: Broker, lane: Lane) -> list[PartitionOffsets]:
+    """Of the topics of waiting events that exist."""
+    found = []
+    for topic in lane.waiting:
+        with suppress(UnknownTopic):
+            found += await read_offsets(broker, lane, [topic])
+    return found
 
 
 Target = Literal["earliest", "end"] | datetime | Mapping[TopicPartition, int]
@@ -163,6 +179,11 @@ async def plan_moves(broker: Broker, lane: Lane, target: Target, action: str) ->
         )
         if move is not None:
             moves.append(move)
+    if action == RESET and not moves and all(now.next is None for now in offsets):
+        raise CommandFailed(
+            f"{lane.name} has not begun to read, so it cannot go back",
+            "start the fleet, which begins as the destination's `start` says; or penstock group skip, to begin later",
+        )
     return [await count_events(broker, move, lane) for move in moves]
 
 

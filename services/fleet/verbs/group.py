@@ -83,6 +83,8 @@ def show(
 ) -> None:
     """Show the stored and the next offsets of each partition that a destination reads, its lag, and its members.
 
+    PIPE.retry and PIPE.parked hold events that wait for a destination of the pipe. All of its destinations read them.
+
     --json prints one object per line: destinations, then transforms.
     """
     file = load_pipes(find_pipes(pipes, data))
@@ -117,12 +119,14 @@ def _heading(one: LaneOffsets) -> Text:
 
 
 def offset_table(one: LaneOffsets) -> Table:
-    """One row per partition. Without start and end where offsets have 56 digits: --json has them."""
-    is_short = all(part.held.end < _64_BITS for part in one.partitions)
+    """One row per partition; of the topics of waiting events only where there was one. Without start and end where offsets have
+    56 digits: --json has them."""
+    parts = [*one.partitions, *(part for part in one.waiting if part.held.end)]
+    is_short = all(part.held.end < _64_BITS for part in parts)
     columns = ("topic", "partition", "start", "next", "end", "behind", "oldest")
     shown = columns if is_short else tuple(name for name in columns if name not in ("start", "end"))
     table = make_table(*shown, right=columns[1:])
-    for part in one.partitions:
+    for part in parts:
         row = part.as_json()
         cells = {
             **{column: str(row[column]) for column in ("topic", "partition", "start", "end")},

@@ -128,6 +128,7 @@ def test_show(shell: Shell) -> None:
         ("s", 1, 0, 2, EVENTS),
     ]
     assert [one["lag_records"] for one in shown["partitions"]] == [6, 8]
+    assert {(one["topic"], one["partition"]) for one in shown["waiting"]} >= {("a.retry", 0), ("a.parked", 0)}
     assert shell.run("destination", "pause", "erp") == 0
     assert shell.run("group", "show") == 0
     assert [line for line in shell.out.splitlines() if "member" in line][:2] == [
@@ -159,6 +160,13 @@ def test_reset_goes_back(shell: Shell, url: str) -> None:
         ("reset", 1, [(0, 1)], 2, {"destination": "a/crm", "from": "2", "to": "0"}),
         ("reset", 0, [(0, 2)], 3, {"destination": "a/crm", "from": "3", "to": "0"}),
     ]
+
+
+def test_reset_of_a_destination_that_has_not_begun(shell: Shell) -> None:
+    """Broken: an operator reads that nothing had to be changed, and the destination begins somewhere else."""
+    assert shell.run("group", "reset", "a/erp", "--to", format_time(BASE + 3000), "--yes") == 1
+    assert "a/erp has not begun to read, so it cannot go back Try: start the fleet" in " ".join(shell.err.split())
+    assert shell.run("group", "reset", "a/erp", "--to-earliest", "--yes") == 0
 
 
 def test_skip_is_counted_with_its_reason(shell: Shell, url: str) -> None:
@@ -408,6 +416,9 @@ def test_waiting_events_are_moved_by_name(
     assert {number for *_, number in said} == left
     assert shell.run(*skip, "--to-offset", f"{topic}:0:2") == 2
     assert "would deliver events" in shell.err
+    assert shell.run("group", "show", lane) == 0
+    rows = [line.split()[:5] for line in shell.out.splitlines() if line.startswith(topic)]
+    assert rows[0] == [topic, "0", "0", "4", "5"]
     assert shell.run("group", "reset", lane, "--to-offset", f"{topic}:0:1", "--yes", "--json") == 0
     assert json.loads(shell.out)["events"] == len(letters) - (lane != "a/erp")
     position, _, _, entries = asyncio.run(look())
