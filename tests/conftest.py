@@ -17,6 +17,8 @@ from tests.support.kinesis_limits import KinesisLimits
 from tests.support.workers import SharedWorkers, sort_for_workers
 
 START_S = 600.0
+_UNIT_TIMEOUT_S = 300.0
+"""A unit test that hangs ends after this, not after the time-out for tests on real clusters."""
 _CLUSTER = pytest.StashKey[KafkaCluster]()
 
 # A slow machine is no failure: no time limit of an example, and none of making it.
@@ -41,6 +43,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark what needs Kafka or the emulator, and what may be tried twice."""
     for item in items:
         second_try.allow_second_try(item)
+        if item.nodeid.startswith("tests/unit/") and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_UNIT_TIMEOUT_S))
         if "kafka_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("kafka")
         if {"kinesis_emulator", "kinesis_limits"} & set(getattr(item, "fixturenames", ())):

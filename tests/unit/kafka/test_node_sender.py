@@ -38,6 +38,9 @@ class FakeNode:
     def force_metadata_update(self) -> None:
         self.updates += 1
 
+    def explain(self, error: BrokerError) -> BrokerError:
+        return error
+
     async def send(self, node: int, request: Any) -> Any:
         topics = request.prepare({0: (3, 7)}).topics
         self.requests.append(topics)
