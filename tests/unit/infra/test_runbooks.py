@@ -110,7 +110,7 @@ def test_links(page: Path) -> None:
 @pytest.mark.parametrize("page", [INDEX, *PAGES], ids=lambda page: page.stem)
 def test_the_commands_exist(page: Path) -> None:
     """Broken: a command of a runbook has an option that was renamed, and the engineer gets a usage error."""
-    assert cli.VERBS
+    cli.load_verbs([])
     for line in commands(page.read_text()):
         try:
             parse(shlex.split(line)[1:])
