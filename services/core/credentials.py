@@ -262,21 +262,27 @@ def _read_tls(tls: Tls, folder: Path, whose: tuple[str, KeyPath], known: bytes) 
     if known and digest_files(tls, folder) == known:
         return None
     found = read_tls(tls, folder)
-    _show_expiry(tls.certificate, folder, whose, "certificate", itemgetter(0))
-    _show_expiry(tls.ca, folder, whose, "ca", max)
+    name, key = whose
+    for part, until in expiries_of(tls, folder).items():
+        metrics.CERTIFICATE_EXPIRY.labels(name, ".".join(map(str, (*key, part)))).set(until)
     return found
 
 
-def _show_expiry(
-    file: Path | None, folder: Path, whose: tuple[str, KeyPath], part: str, choose: Callable[[list[float]], float]
-) -> None:
-    """OpenSSL can use the file: an end that cannot be read here is no reason to refuse it."""
-    if file is None:
-        return
-    name, key = whose
-    with suppress(ValueError, IndexError):
-        until = choose(untils_of_pem(read_pem(folder / file, private=False)))
-        metrics.CERTIFICATE_EXPIRY.labels(name, ".".join(map(str, (*key, part)))).set(until)
+def expiries_of(tls: Tls, folder: Path) -> dict[str, float]:
+    """When `certificate` (the first one in the file) and `ca` (the one that ends last) end, in seconds since the epoch.
+
+    Blocking. Without an end that cannot be read: it is no reason to refuse a file that OpenSSL can use.
+    """
+    found: dict[str, float] = {}
+    choices: tuple[tuple[str, Path | None, Callable[[list[float]], float]], ...] = (
+        ("certificate", tls.certificate, itemgetter(0)),
+        ("ca", tls.ca, max),
+    )
+    for part, file, choose in choices:
+        if file is not None:
+            with suppress(ValueError, IndexError):
+                found[part] = choose(untils_of_pem(read_pem(folder / file, private=False)))
+    return found
 
 
 def _watch(

@@ -9,20 +9,27 @@ The file has places of secrets, never secrets. Services, the command line, the a
 files that it names; paths in it are relative to its folder. Everything is read again for each new connection.
 """
 
+import asyncio
 import hashlib
 import ssl
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from services.core.credentials import BadCredential, digest_files, read_tls, read_value
+from services.core.credentials import BadCredential, digest_files, expiries_of, read_tls, read_value
+from services.core.metrics import CERTIFICATE_EXPIRY
 from services.core.pipe_webhook import Secret, StrictModel, Tls
 from services.core.yaml_source import BadConfiguration, load_yaml, validate_document
 
 OPTION = "security"
+NAME = "kafka"
+"""In metrics, in place of `pipe/destination`."""
+_LIMIT_S = 2.0
+"""A disk that does not answer must not hold up the other metrics."""
 Protocol = Literal["SSL", "SASL_PLAINTEXT", "SASL_SSL"]
 """Kafka's `security.protocol`."""
 Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
@@ -126,3 +133,40 @@ def _context_of(security: KafkaSecurity, folder: Path) -> ssl.SSLContext | None:
     if security.tls is None:
         return None
     return ssl.create_default_context() if security.files is None else read_tls(security.files, folder, http=False)[1]
+
+
+_shown: set[Path] = set()
+_asked: set[Path] = set()
+"""They are being read in a thread."""
+
+
+def show_certificates(path: Path) -> None:
+    """Show when the certificates of this file end, at each `measure_certificates` from now on."""
+    _shown.add(path)
+
+
+async def measure_certificates() -> None:
+    """Set the metric from the files as they are now; a connection may live longer than its certificate. What cannot be read, or
+    not within two seconds, keeps its last figure: `Access` says so, and counts."""
+    await asyncio.gather(*map(_measure, _shown))
+
+
+async def _measure(path: Path) -> None:
+    if path in _asked:
+        return
+    _asked.add(path)
+    with suppress(BadConfiguration, TimeoutError):
+        found = await asyncio.wait_for(asyncio.to_thread(_read_expiries, path), _LIMIT_S)
+        for part in ("certificate", "ca"):
+            if part in found:
+                CERTIFICATE_EXPIRY.labels(NAME, f"tls.{part}").set(found[part])
+            else:
+                CERTIFICATE_EXPIRY.remove(NAME, f"tls.{part}")
+
+
+def _read_expiries(path: Path) -> dict[str, float]:
+    try:
+        files = load_security(path).files
+        return {} if files is None else expiries_of(files, path.parent)
+    finally:
+        _asked.discard(path)

@@ -3,6 +3,7 @@
 /lags has the full lag histograms, which `penstock status` merges over processes: Prometheus' buckets are too coarse for a P99.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -13,8 +14,9 @@ from prometheus_client import REGISTRY
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from services.core.disk import measure_disks
+from services.core.kafka_security import measure_certificates
 from services.core.listening import serve_app
-from services.core.metrics import CLOCK, LAG_FAMILIES, SERVICE_READY
+from services.core.metrics import CLOCK, LAG_FAMILIES, SERVICE_ALIVE, SERVICE_READY
 
 WhyNotReady = Callable[[], str | None]
 """Returns None when ready, else the reason, for a person."""
@@ -47,7 +49,7 @@ async def serve_management(
         return web.Response(status=200 if reason is None else 503, body=body, content_type="application/json")
 
     async def metrics(_request: web.Request) -> web.Response:
-        await measure_disks()
+        await asyncio.gather(measure_disks(), measure_certificates())
         return web.Response(body=generate_latest(REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def lags(_request: web.Request) -> web.Response:
@@ -55,6 +57,7 @@ async def serve_management(
         return web.Response(body=body, content_type="application/json")
 
     SERVICE_READY.set_function(lambda: why_not_ready() is None)
+    SERVICE_ALIVE.set_function(lambda: why_not_alive() is None)
     CLOCK.set_function(time.time)
     app = web.Application()
     app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz)])

@@ -62,8 +62,8 @@ CREDENTIALS_FAILURES = Counter(
 
 CERTIFICATE_EXPIRY = Gauge(
     "penstock_certificate_expiry_timestamp_seconds",
-    "When a certificate in a file of expel expires: our own, the first in the file; of trusted authorities, the one that "
-    "expires last. By pipe/destination and key of the pipe file.",
+    "When a certificate in a file of ours expires: our own, the first in the file; of trusted authorities, the one that "
+    "expires last. By pipe/destination and key of the pipe file; `kafka`: of the file that ?security= names.",
     ["name", "key"],
 )
 
@@ -526,6 +526,10 @@ FLEET_EXPECTED = Gauge(
     ["service", "pipe"],
 )
 SERVICE_READY = Gauge("penstock_service_ready", "1 while /readyz says that the process is ready, else 0.")
+SERVICE_ALIVE = Gauge(
+    "penstock_service_alive",
+    "1 while /healthz is 200; 0: something in the process makes no progress, so it must be replaced.",
+)
 CLOCK = Gauge("penstock_clock_timestamp_seconds", "The clock of the process, for a comparison with that of Prometheus.")
 DISK_FREE = Gauge(
     "penstock_disk_free_bytes",

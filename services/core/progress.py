@@ -1,16 +1,18 @@
-"""Finds work that makes no progress although it must end soon by itself: a lane that hangs. `/healthz` then asks for a new
-process.
+"""Finds work that makes no progress although it must end soon by itself: a lane that hangs, or a loop that turns no more.
+`/healthz` then asks for a new process.
 
 A processor names its present steps. The same step at many looks in a row is stuck. Looks are counted, not seconds: a process
 that was stopped, or a machine that was suspended, has missed looks and is not stuck.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
+from services.core.broker.contract import PartitionRange, Reader, Start
+from services.core.broker.record import Batch
 from services.core.lifecycle import wait_for_stop
 
 log = structlog.get_logger()
@@ -18,6 +20,9 @@ log = structlog.get_logger()
 LOOK_S = 5.0
 LIMIT_S = 180.0
 """Longer than any step that the broker or the network can delay: each of those has a time-out of its own, below a minute."""
+
+
+Answer = TypeVar("Answer")
 
 
 class Step(NamedTuple):
@@ -29,6 +34,46 @@ class Step(NamedTuple):
     what: str
     token: object
     limit: float = LIMIT_S
+
+
+class Turns:
+    """Of a loop that runs until the stop and waits for nothing without a time limit. Call `next` in each turn, and before and
+    after whatever may take long. what: for a person."""
+
+    def __init__(self, what: str, limit: float = LIMIT_S) -> None:
+        self._what, self._limit, self._count = what, limit, 0
+
+    def next(self) -> None:
+        self._count += 1
+
+    def step(self) -> Step:
+        """For the `ProgressWatch`."""
+        return Step(self._what, self._count, self._limit)
+
+
+class WatchedReader:
+    """A Reader for one loop that reads again and again: the end of each request, also with an error, is a turn of `turns`."""
+
+    def __init__(self, reader: Reader, turns: Turns) -> None:
+        self._reader, self.turns = reader, turns
+
+    async def describe(self, topic: str) -> dict[int, PartitionRange]:
+        return await self._turn(self._reader.describe(topic))
+
+    async def next_at_least(self, topic: str) -> dict[int, int]:
+        return await self._turn(self._reader.next_at_least(topic))
+
+    async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
+        return await self._turn(self._reader.offsets_at(topic, start))
+
+    async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
+        return await self._turn(self._reader.read(topic, partition, offset, max_records=max_records))
+
+    async def _turn(self, request: Coroutine[Any, Any, Answer]) -> Answer:
+        try:
+            return await request
+        finally:
+            self.turns.next()
 
 
 class _Seen(NamedTuple):

@@ -22,6 +22,8 @@ from services.core.management import serve_management
 from services.core.pauses import Pauses
 from services.core.pipe_webhook import Secret
 from services.core.pipes import PipeFile, load_pipes
+from services.core.progress import ProgressWatch, Turns, WatchedReader
+from services.core.progress import Step as Work
 from services.core.signing import BadSecret, SigningKeys, read_signing_keys, watch_secret
 from services.core.startup import Readiness, open_when_reachable
 from services.core.topic_names import RETRIER_DEAD, dead_letter_topic, lane_name, renames_of
@@ -55,9 +57,11 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
     openapi, page = await asyncio.to_thread(OPENAPI.read_bytes), await asyncio.to_thread(load_files)
     keys = await asyncio.to_thread(_read_keys, settings.alarm_secret)
     tokens = await asyncio.to_thread(_read_tokens, settings)
-    readiness, stopping = Readiness(), supervision.stopping
+    readiness, progress, stopping = Readiness(), ProgressWatch(), supervision.stopping
     async with AsyncExitStack() as stack:
-        management = await stack.enter_async_context(serve_management(settings.management, readiness.why_not))
+        management = await stack.enter_async_context(
+            serve_management(settings.management, readiness.why_not, why_not_alive=progress.why_not_alive)
+        )
         log.info("started", management=management)
         broker = await open_when_reachable(stack, settings.broker, stopping, on_wait=readiness.set_reason)
         if broker is None:
@@ -68,6 +72,8 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
             watch = watch_secret("alarms", Secret(file=settings.alarm_secret), Path(), keys)
             supervision.run(watch.run(stopping), "alarm secret")
         running = [supervision.run(work, name) for name, work in parts.work(stopping)]
+        progress.find = parts.steps
+        supervision.run(progress.run(stopping), "watch over the readers")
         api = Api(parts.failures, parts.reader, parts.state, openapi, parts.breaker)
         ledger = LedgerApi(
             parts.follower, broker.reader, parts.watch.judge, settings.threshold, partial(write_act, producer)
@@ -99,10 +105,10 @@ class _Parts:
     ) -> None:
         self.failures, self.group_reports = FailureTable(pipes), GroupReports()
         named = dict.fromkeys([*pipes.pipes, *(old.partition("/")[0] for old in renames_of(pipes))])
-        self.reader = DeadLetterReader(
-            broker.reader, [*map(dead_letter_topic, named), RETRIER_DEAD], self.failures.count
-        )
-        self._pauses = Pauses(broker.reader, renames_of(pipes))
+        letters = WatchedReader(broker.reader, Turns("reading dead letters"))
+        self.reader = DeadLetterReader(letters, [*map(dead_letter_topic, named), RETRIER_DEAD], self.failures.count)
+        pauses = WatchedReader(broker.reader, Turns("reading pauses"))
+        self._pauses = Pauses(pauses, renames_of(pipes))
         self._backlogs = Backlogs(pipes, broker.admin)
         webhook = AlarmWebhook(settings.alarm_url, keys) if settings.alarm_url is not None else None
         self.watch = Watch(settings.threshold, webhook, self._more_reasons)
@@ -118,6 +124,7 @@ class _Parts:
         self.watch.follower = self.follower
         self.lock = SpeakerLock(broker, self.follower.step_down)
         self.follower.share(self.lock)
+        self._turns = (letters.turns, pauses.turns, self._backlogs.turns, self.lock.turns)
 
     def work(self, stopping: asyncio.Event) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
         """The tasks that run until the stop, by name."""
@@ -127,6 +134,11 @@ class _Parts:
         yield "speaker", self.lock.run(stopping)
         yield "follower", self.follower.run(stopping)
         yield "watch", self.watch.run(stopping)
+
+    def steps(self) -> Iterator[Work]:
+        """For the `ProgressWatch`: the loops of `work`, without that of the watch, which waits for nothing."""
+        yield from (turns.step() for turns in self._turns)
+        yield from self.follower.steps()
 
     def state(self, pipe: str, destination: str) -> str | None:
         if self._pauses.unknown is not None:

@@ -8,6 +8,7 @@ from services.core.broker.contract import Admin, Lag
 from services.core.broker.errors import BrokerError
 from services.core.lifecycle import wait_for_stop
 from services.core.pipes import PipeFile
+from services.core.progress import Turns
 from services.core.topic_names import delivery_group, delivery_topics
 from services.observer.view import ShardView
 
@@ -28,6 +29,7 @@ class Backlogs:
         ]
         self._found: dict[tuple[str, str, str], ShardView] = {}
         self._failing = False
+        self.turns = Turns("the lags of groups")
 
     def of(self, pipe: str) -> tuple[ShardView, ...]:
         """As of the last request; without groups whose request failed."""
@@ -38,6 +40,8 @@ class Backlogs:
         while not stopping.is_set():
             for asked in self._asked:
                 await self._ask(asked)
+                self.turns.next()
+            self.turns.next()
             await wait_for_stop(stopping, FOLLOW_S)
 
     async def _ask(self, asked: tuple[str, str, str]) -> None:

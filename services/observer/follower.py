@@ -6,7 +6,7 @@ recovers the missing reports of ingest processes that ended: it reads streams, w
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -29,6 +29,7 @@ from services.core.ledger.report import (
     decode_known,
 )
 from services.core.lifecycle import wait_for_stop
+from services.core.progress import Step, Turns, WatchedReader
 from services.observer.alarms import AlarmQueue, has_doubled
 from services.observer.lags import LagTable
 from services.observer.ledger.finality import Finding
@@ -125,9 +126,14 @@ class Follower:
         """Everything that was stored before this time has been read, so the next records were stored later."""
         self.problem: str | None = None
         """Why the topic cannot be read now."""
-        self._reader, self._producer, self._on_final = reader, producer, on_final
+        self._turns, self._recoveries = Turns("reading reports"), Turns("reading streams for missing reports")
+        self._reader, self._recovery_reader = (
+            WatchedReader(reader, self._turns),
+            WatchedReader(reader, self._recoveries),
+        )
+        self._producer, self._on_final = producer, on_final
         self.now_ms = now_ms
-        self._snapshots = SnapshotLog(reader, producer, now_ms)
+        self._snapshots = SnapshotLog(self._reader, producer, now_ms)
         self._next: int | None = None
         self._known_up_to = 0
         """Reports before this offset are in the snapshot: they are no sign of life."""
@@ -148,6 +154,12 @@ class Follower:
         """Until the next snapshot, after the last one."""
         self._caught_up = asyncio.Event()
 
+    def steps(self) -> Iterator[Step]:
+        """For the `ProgressWatch`."""
+        yield self._turns.step()
+        if self._caught_up.is_set():
+            yield self._recoveries.step()
+
     async def run(self, stopping: asyncio.Event) -> None:
         """Until `stopping`; then stores a snapshot. Raises no BrokerError: requests are repeated."""
         async with asyncio.TaskGroup() as group:
@@ -159,6 +171,7 @@ class Follower:
         started = False
         while self.lock is not None and not self.lock.decided.is_set() and not stopping.is_set():
             await wait_for_stop(stopping, _DECIDED_S)
+            self._turns.next()  # the lock has a time limit of its own
         while not stopping.is_set():
             try:
                 if not started or self._must_start_again():
@@ -404,11 +417,12 @@ class Follower:
     async def _keep_recovering(self) -> NoReturn:
         await self._caught_up.wait()
         while True:
+            self._recoveries.next()
             try:
                 if self.catching_up or not self.speaks:
                     await asyncio.sleep(TURN_S)
                     continue
-                async for report in recover(self.table, self._reader, self.now_ms()):
+                async for report in recover(self.table, self._recovery_reader, self.now_ms()):
                     await self._report_for(report)
             except BrokerError as error:
                 log.warning("recovery_failed", error=str(error), hint="its minutes stay open; it is tried again")

@@ -15,6 +15,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRange
 from services.core.broker.record import TopicPartition
 from services.core.lifecycle import wait_for_stop
+from services.core.progress import Turns
 from services.core.topic_names import CONTROL
 
 log = structlog.get_logger()
@@ -23,6 +24,8 @@ GROUP = "penstock.observer"
 LOOK_S = 0.5
 RETRY_S = 5.0
 _LOOKS = 10
+_JOIN_LIMIT_S = 600.0
+"""Of a join or a leave. Each request of it has a time-out, but there may be many."""
 _LOCK = TopicPartition(CONTROL, 0)
 
 
@@ -36,12 +39,14 @@ class SpeakerLock:
     def __init__(self, broker: Broker, step_down: Callable[[], Awaitable[None]]) -> None:
         self._broker, self._step_down = broker, step_down
         self.is_held = False
+        self.turns = Turns("the group of the observers", _JOIN_LIMIT_S)
         self.decided = asyncio.Event()
         """Set when this process first knows whether it speaks, or could not find out."""
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Take part until `stopping`. Raises no BrokerError: it joins again."""
         while not stopping.is_set():
+            self.turns.next()
             try:
                 await self._take_part(stopping)
             except BrokerError as error:
@@ -64,6 +69,7 @@ class SpeakerLock:
                     metrics.OBSERVER_SPEAKS.set(1)
                     log.info("speaks")
                 looks += 1
+                self.turns.next()
                 if not self.decided.is_set() and (self.is_held or looks > _LOOKS):
                     self.decided.set()
                     if not self.is_held:

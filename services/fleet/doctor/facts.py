@@ -89,12 +89,14 @@ class FileFault:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """whose: for a person. until: seconds since the epoch. path: of its file; None: a receiver showed it."""
+    """whose: for a person. until: seconds since the epoch. lanes: empty for the way to Kafka. path: of its file; None: a receiver
+    showed it, or a service, which knows the file: place."""
 
     whose: str
     until: float
     lanes: tuple[str, ...]
     path: Path | None = None
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,20 @@
 
 import asyncio
 import struct
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiokafka import errors as kafka
+from prometheus_client import REGISTRY
 
-from services.core.broker.kafka.access import FIRST_HOLD_S, LONGEST_HOLD_S, Access, RefusedError
-from services.core.kafka_security import UnusableSecurity, load_security, read_login
+from services.core.broker.kafka.access import FIRST_HOLD_S, LONGEST_HOLD_S, Access, RefusedError, access_by
+from services.core.expiry import untils_of_pem
+from services.core.kafka_security import UnusableSecurity, load_security, measure_certificates, read_login
+from services.core.management import serve_management
 from services.core.yaml_source import BadConfiguration
 
 _SCRAM = "sasl: {mechanism: SCRAM-SHA-256, user: ann, password: {file: password}}\n"
@@ -54,6 +59,25 @@ def test_the_files_are_read_as_they_are_now(tmp_path: Path) -> None:
     (tmp_path / "password").chmod(0o644)
     with pytest.raises(UnusableSecurity, match="chmod 600"):
         read_login(path, {}, second)
+
+
+async def test_the_end_of_its_certificates_is_shown(tmp_path: Path) -> None:
+    """Broken: the certificate with which every service reaches Kafka expires, and no alert came before; or the alert stays."""
+    own, labels = tmp_path / "own.pem", {"name": "kafka", "key": "tls.certificate"}
+    path = write(tmp_path, "tls: {certificate: own.pem}\n")
+    assert access_by(path) is not None
+    for days in (30, 2):  # renewed while a connection is open
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        command += ["-days", str(days), "-subj", "/CN=a", "-keyout", str(own), "-out", str(own)]
+        await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+        serving = serve_management("127.0.0.1:0", lambda: None)
+        async with serving as address, aiohttp.request("GET", f"http://{address}/metrics") as answer:
+            await answer.read()
+        until = REGISTRY.get_sample_value("penstock_certificate_expiry_timestamp_seconds", labels)
+        assert until == untils_of_pem(own.read_bytes())[0]
+    write(tmp_path, "tls: system\n")
+    await measure_certificates()
+    assert REGISTRY.get_sample_value("penstock_certificate_expiry_timestamp_seconds", labels) is None
 
 
 async def test_a_node_that_refuses_is_asked_more_and_more_seldom(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import structlog
 from aiokafka import errors as kafka
 
 from services.core import metrics
-from services.core.kafka_security import Login, UnusableSecurity, read_login
+from services.core.kafka_security import Login, UnusableSecurity, read_login, show_certificates
 
 log = structlog.get_logger()
 
@@ -169,7 +169,10 @@ def _find_tls_error(error: BaseException | None) -> ssl.SSLError | None:
 @cache
 def access_by(path: Path | None) -> Access | None:
     """The one of this process for this file: its memory of refusals outlives the clients. None without a file."""
-    return None if path is None else Access(path)
+    if path is None:
+        return None
+    show_certificates(path)
+    return Access(path)
 
 
 def client_settings(access: Access | None) -> dict[str, Any]:

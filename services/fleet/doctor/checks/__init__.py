@@ -81,6 +81,7 @@ CHECKS = (
         machine.find_wrong_clock,
         frozenset(
             (
+                "login-expired",
                 "certificate-expired",
                 "token-expired",
                 "loss",
@@ -96,7 +97,14 @@ CHECKS = (
         "configuration", "PenstockCrashLoop", processes.find_bad_configuration, _OF_PROCESS | {"edited", "fleet-down"}
     ),
     Check("fleet-down", "PenstockNotScraped", processes.find_no_fleet, _ALL | {"broker-gone", "edited"}),
-    Check("broker-gone", "PenstockIngestNotReady", broker.find_gone, _ALL),
+    Check(
+        "login-expired",
+        "PenstockCertificateExpired",
+        expiry.find_expired_login,
+        _ALL | {"broker-gone", "access-refused", "secrets"},
+    ),
+    Check("broker-gone", "PenstockIngestNotReady", broker.find_gone, _ALL | {"access-refused", "secrets"}),
+    Check("access-refused", "PenstockBrokerAccessRefused", broker.find_refused_access, frozenset(_PROCESSES)),
     Check("topics-missing", "PenstockIngestNotReady", broker.find_missing_topics, _ALL),
     Check("broker-damage", "PenstockRecordsDamaged", broker.find_damage, _ALL | {"dead-letters"}),
     Check("checkpoint", "PenstockTransformNotUp", transforms.find_checkpoints, _OF_TRANSFORM),

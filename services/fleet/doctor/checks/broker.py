@@ -8,6 +8,7 @@ from services.core.broker.connect import prefix_of
 from services.core.pipes import PipeFile
 from services.core.provision import wanted_topics
 from services.core.units import format_count
+from services.fleet.doctor.checks.moves import find_moves, log_command
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Facts
 
@@ -47,6 +48,22 @@ def _first(facts: Facts) -> str:
         )
         return f"nc -vz {host} {port}{own}"
     return "aws kinesis list-streams"
+
+
+def find_refused_access(facts: Facts) -> Iterator[Finding]:
+    """Kafka refuses new connections: a login, a certificate, or a file of ours that cannot be used. Open connections go on."""
+    events = "kafka_access_refused", "kafka_access_accepted"
+    for one in find_moves(facts, "penstock_broker_access_refused_total", *events):
+        if one.lines and one.lines[-1].event == "kafka_access_accepted":
+            continue
+        said = [str(line.fields.get("problem", line.text))[:300] for line in one.lines[-1:]]
+        yield Finding(
+            f"Kafka refuses new connections of {one.instance.name}: its login or a certificate.",
+            [f"{one.count} {one.when}", *said],
+            said[0].partition("Try: ")[2] if said and "Try: " in said[0] else log_command(one.instance, events[0]),
+            about(one.instance.name),
+            is_note=one.is_old,
+        )
 
 
 def find_missing_topics(facts: Facts) -> Iterator[Finding]:

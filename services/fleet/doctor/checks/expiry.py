@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from services.core.kafka_security import NAME as KAFKA
 from services.core.times import format_time
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Certificate, Facts
@@ -11,9 +12,18 @@ LAST_SHARE = 0.1
 """Of the life of a token. It expires soon when less than that is left, and less than SOON_DAYS: as the alert says."""
 
 
+def find_expired_login(facts: Facts) -> Iterator[Finding]:
+    """Certificates for the way to Kafka that have ended. Open connections go on; no new one is accepted."""
+    yield from _find_ended(facts, [one for one in _certificates(facts) if not one.lanes])
+
+
 def find_expired(facts: Facts) -> Iterator[Finding]:
-    """Certificates that have ended: the receivers', and our own."""
-    for one in _certificates(facts):
+    """Certificates for receivers that have ended: theirs, and our own."""
+    yield from _find_ended(facts, [one for one in _certificates(facts) if one.lanes])
+
+
+def _find_ended(facts: Facts, certificates: list[Certificate]) -> Iterator[Finding]:
+    for one in certificates:
         if one.until <= facts.now:
             yield _expiry(one, f"{_capital(one.whose)} expired {format_span(facts.now - one.until)} ago.")
 
@@ -29,17 +39,24 @@ def _certificates(facts: Facts) -> list[Certificate]:
     found = [*facts.certificates, *(one.certificate for one in facts.endpoints if one.certificate is not None)]
     if facts.data is not None:
         return found
-    shown = facts.series("penstock_certificate_expiry_timestamp_seconds")  # of files on the machines of expel
-    return found + [
-        Certificate(f"the certificate of {labels['name']} ({labels['key']})", until, (labels["name"],))
-        for labels, until in {frozenset(labels.items()): (labels, until) for _, labels, until, _ in shown}.values()
-    ]
+    shown = facts.series("penstock_certificate_expiry_timestamp_seconds")  # of files on the services' machines
+    ends = {(labels["name"], labels["key"]): until for _, labels, until, _ in shown}
+    return found + [_shown(name, key, until) for (name, key), until in ends.items()]
+
+
+def _shown(name: str, key: str, until: float) -> Certificate:
+    """As the metric has it."""
+    lanes, file = ((), "file of ?security=") if name == KAFKA else ((name,), "pipe file")
+    return Certificate(f"the certificate of {name} ({key})", until, lanes, place=f"{key} in the {file}")
 
 
 def _expiry(one: Certificate, what: str) -> Finding:
-    evidence = [f"valid until {format_time(int(one.until * 1000))}", f"used by {', '.join(one.lanes)}"]
+    users = ", ".join(one.lanes) or "every connection to Kafka: open ones go on, and no new one is accepted"
+    evidence = [f"valid until {format_time(int(one.until * 1000))}", f"used by {users}"]
     if one.path is not None:
         first = f"openssl x509 -in {one.path} -noout -dates   # then put a new one there; no restart is needed"
+    elif one.place:
+        first = f"put a new certificate into the file that {one.place} names; no restart is needed"
     else:
         first = f"ask the owner of the receiver to renew it ({', '.join(one.lanes)})"
     return Finding(what, evidence, first, about(*one.lanes))

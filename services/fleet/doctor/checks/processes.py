@@ -142,6 +142,7 @@ def find_hung(facts: Facts) -> Iterator[Finding]:
                 [f"http://{one.address}/healthz", *_log_of(one)],
                 _restart(one),
                 _parts(facts, one),
+                runbook=_page_of(one) or "PenstockProcessStuck",
             )
 
 

@@ -2,13 +2,16 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from services.core.bearer import read_tokens
+from services.core.broker.connect import parse_kafka_url
 from services.core.broker.errors import BrokerError
 from services.core.broker.log.blocking import first_stored
 from services.core.credentials import BadCredential, find_secret, read_tls, read_value
 from services.core.expiry import untils_of_pem
+from services.core.kafka_security import load_security
 from services.core.keys import load_keys
 from services.core.pipe_webhook import Tls, Webhook
 from services.core.pipes import PipeFile
@@ -78,8 +81,27 @@ def look_at_secrets(facts: Facts) -> None:
             read_tokens(token)
         except BadConfiguration as error:
             faults.append(FileFault("the observer's tokens", str(token), str(error.problems[0]), about("observer")))
+    faults += _kafka_faults(facts, certificates)
     facts.files = tuple(faults)
     facts.certificates = tuple(certificates)
+
+
+def _kafka_faults(facts: Facts, certificates: list[Certificate]) -> Iterator[FileFault]:
+    """Of the file that `?security=` names. Its certificates are added. Variables are known to the services alone."""
+    path = None
+    with suppress(ValueError):  # the look at the broker says what is wrong with the URL
+        path = parse_kafka_url(facts.broker.url).security if facts.broker.url.startswith("kafka://") else None
+    if path is None:
+        return
+    try:
+        security = load_security(path)
+        if security.sasl is not None and security.sasl.password.file is not None:
+            read_value(security.sasl.password, path.parent, {})
+        if security.files is not None:
+            certificates += _certificates_of(None, "tls", security.files, path.parent)
+            read_tls(security.files, path.parent, http=False)
+    except (BadConfiguration, BadCredential) as error:
+        yield FileFault("the file of the way to Kafka (?security=)", str(path), str(error))
 
 
 def webhooks_of(pipes: PipeFile) -> Iterator[tuple[str, Webhook]]:
@@ -120,7 +142,8 @@ def _tls_of(webhook: Webhook) -> Iterator[tuple[str, Tls]]:
         yield "the token server's tls", webhook.auth.oauth.tls
 
 
-def _certificates_of(lane: str, word: str, tls: Tls, folder: Path) -> Iterator[Certificate]:
+def _certificates_of(lane: str | None, word: str, tls: Tls, folder: Path) -> Iterator[Certificate]:
+    """lane: None for the way to Kafka."""
     for name, file in (("our client certificate", tls.certificate), ("the CA certificate", tls.ca)):
         if file is None:
             continue
@@ -131,7 +154,7 @@ def _certificates_of(lane: str, word: str, tls: Tls, folder: Path) -> Iterator[C
             continue  # read_tls has said what is wrong
         if untils:  # the first one of ours is shown to receivers; of several authorities one is enough
             until = untils[0] if file == tls.certificate else max(untils)
-            yield Certificate(f"{name} for {lane} ({word})", until, (lane,), path)
+            yield Certificate(f"{name} for {lane or 'Kafka'} ({word})", until, () if lane is None else (lane,), path)
 
 
 def _bad_keys(path: Path) -> Iterator[FileFault]:

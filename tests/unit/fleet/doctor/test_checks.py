@@ -330,6 +330,30 @@ def test_an_expired_certificate() -> None:
     assert first_of(broken(end_soon)) == "certificate-expires"
 
 
+def test_an_expired_login() -> None:
+    """Broken: the certificate with which we reach Kafka expires, and the doctor names a broker, or receivers, or nothing."""
+
+    def expire(facts: Facts) -> None:
+        facts.certificates = (Certificate("our client certificate for Kafka (tls)", NOW - DAY_S, (), DATA / "own.pem"),)
+        facts.broker.problem = "Kafka at k:9093 does not accept our client certificate"
+        fail_attempts(facts)
+
+    found = broken(expire)
+    assert (first_of(found), found.causes[0].runbook) == ("login-expired", "PenstockCertificateExpired")
+    assert {"broker-gone", "receivers-fail"} <= symptoms_of(found)
+
+    def show_soon(facts: Facts) -> None:  # a fleet elsewhere: only its services know the file
+        facts.data = None
+        labels = {"name": "kafka", "key": "tls.certificate"}
+        count(
+            instance(facts, "expel"), "penstock_certificate_expiry_timestamp_seconds", labels, NOW + DAY_S, NOW + DAY_S
+        )
+
+    soon = broken(show_soon)
+    assert first_of(soon) == "certificate-expires"
+    assert "tls.certificate in the file of ?security=" in soon.causes[0].finding.first
+
+
 @pytest.mark.parametrize(
     ("life", "left", "first"),
     [

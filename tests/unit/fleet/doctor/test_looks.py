@@ -221,6 +221,25 @@ def test_certificates(tmp_path: Path) -> None:
         untils_of_pem(cut)
 
 
+def test_the_way_to_kafka(tmp_path: Path) -> None:
+    """Broken: the certificate with which every service reaches Kafka expires, and the doctor has not looked at its file."""
+    own = tmp_path / "own.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    subprocess.run([*command, "-subj", "/CN=a", "-keyout", own, "-out", own], check=True, capture_output=True)
+    own.chmod(0o644)
+    (tmp_path / "kafka.yaml").write_text("tls: {certificate: own.pem}\n")
+    facts = Facts(NOW, tmp_path, pipes_path=tmp_path / "pipes.yaml")
+    crm = {"name": "crm", "webhook": {"url": "https://e.org/"}}
+    facts.pipes = PipeFile.model_validate(
+        {"streams": {"orders": {}}, "pipes": {"shop": {"sources": ["orders"], "destinations": [crm]}}}
+    )
+    facts.broker.url = f"kafka://k:9093?prefix=acme.&security={tmp_path}/kafka.yaml"
+    look_at_secrets(facts)
+    (one,) = facts.certificates
+    assert (one.lanes, one.path, one.until) == ((), own, untils_of_pem(own.read_bytes())[0])
+    assert ["chmod 600" in fault.problem for fault in facts.files] == [True]
+
+
 async def test_where_there_is_no_fleet(tmp_path: Path) -> None:
     """Broken: a mistake in --data reads as a healthy fleet, or as a traceback."""
     with pytest.raises(CommandFailed, match="no data folder") as caught:

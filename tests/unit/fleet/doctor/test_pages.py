@@ -159,6 +159,17 @@ FAULTS: tuple[tuple[str, Change, str, str], ...] = (
         "letters-unread",
         "is 0",
     ),
+    (
+        "BrokerAccessRefused",
+        counted(
+            *("expel", "penstock_broker_access_refused_total", {}, 4, 5),
+            event="kafka_access_refused",
+            age=30,
+            problem="Kafka at k:9093 does not accept user ann. Try: compare sasl",
+        ),
+        "access-refused",
+        "does not accept user ann",
+    ),
     ("TelemetrySilent", silent, "loss", "written 40 reports, 0 of them in the last 5 s"),
 )
 
@@ -261,6 +272,10 @@ HARMLESS: tuple[tuple[str, Change], ...] = (
     ("a retrier that has just left its group", counted("retrier", "penstock_retrier_up", {}, 1, 0)),
     ("an autoscaler that cannot reach the observer", all_of(add_autoscaler, reports(at_ms=int((NOW - 1800) * 1000)))),
     ("reports of another service", counted("expel", GONE, {}, 5, 6)),
+    (
+        "a login that Kafka accepts again",
+        counted(*("expel", "penstock_broker_access_refused_total", {}, 4, 4), event="kafka_access_accepted", age=30),
+    ),
 )
 
 

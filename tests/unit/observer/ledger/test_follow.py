@@ -178,7 +178,7 @@ async def test_a_long_search_holds_up_nothing_else(broker: Broker) -> None:
 
         observer = Observer(broker, producer)
         observer.now = FINAL_MS
-        observer.follower._reader.read = hang  # type: ignore[method-assign]
+        observer.follower._recovery_reader.read = hang  # type: ignore[method-assign]
         await broker.appender.append("flights", 0, [Record(None, b"{}", START_MS)], timeout=30)
         stranger = tell("expel", "late", "delivered", [1], destination="ops", incarnation="b")
         await report(broker, stranger, *losing(2))

@@ -121,7 +121,7 @@ async def test_no_minute_is_final_before_it_is_read_up_on(broker: Broker, monkey
             return await read(topic, partition, offset, max_records=max_records)
 
         read = broker.reader.read
-        observer.follower._reader.read = hang  # type: ignore[method-assign]
+        observer.follower._recovery_reader.read = hang  # type: ignore[method-assign]
         monkeypatch.setattr(observer.follower.table, "apply", stop_behind_first)
         await report(broker, tell("expel", "late", "delivered", range(3), destination="ops", incarnation="b"))
         async with observer.running():
