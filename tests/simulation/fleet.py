@@ -241,7 +241,11 @@ def _put(where: Any, **what: Any) -> None:
         setattr(where, name, value)
 
 
-def _drop_event(_logger: object, _name: str, _event: Any) -> Any:
+def _hear(_logger: object, _name: str, event: Any) -> Any:
+    """Nobody reads the logs, but who listens to a process that lives."""
+    process = current_process()
+    if process is not None and process.alive and process.hear is not None:
+        process.hear(event)
     raise structlog.DropEvent
 
 
@@ -267,7 +271,7 @@ def replace_seams() -> None:
     _put(redrive_module, print_note=lambda *_: None)
     _put(lifecycle, _exit_now=_end_process)
     _put(clock, find_skew=_skew)
-    structlog.configure(processors=[_drop_event], cache_logger_on_first_use=False)
+    structlog.configure(processors=[_hear], cache_logger_on_first_use=False)
 
 
 def show_logs(tell: Callable[[str], None]) -> None:
@@ -279,6 +283,6 @@ def show_logs(tell: Callable[[str], None]) -> None:
             raise structlog.DropEvent
         rest = {key: value for key, value in event.items() if key not in ("event", "exc_info", "hint")}
         tell(f"    {process.name if process else 'world'} {level}: {event['event']} {rest}")
-        raise structlog.DropEvent
+        return _hear(_logger, level, event)
 
     structlog.configure(processors=[render], cache_logger_on_first_use=False)

@@ -10,7 +10,7 @@ import random
 import signal
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from heapq import heappop, heappush
 from typing import Any, cast
@@ -42,6 +42,10 @@ class Process:
         self.context = contextvars.copy_context()
         self.context.run(_PROCESS.set, self)
         self.alive, self.frozen = True, False
+        self.freezes = 0
+        """How often it was frozen."""
+        self.hear: Callable[[Mapping[str, Any]], None] | None = None
+        """Told each line that it logs."""
         self.status: int | None = None
         self.steps = 0
         self.kill_at = -1
@@ -87,6 +91,7 @@ class Process:
     def freeze(self) -> None:
         """As SIGSTOP."""
         self.frozen = True
+        self.freezes += 1
 
     def thaw(self) -> None:
         """As SIGCONT."""

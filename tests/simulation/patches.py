@@ -469,7 +469,7 @@ PATCHES = (
     ),
     Patch(
         "early-gap",
-        "on Kafka, aiokafka's own read at a commit that does not count stops a partition whose position is found a moment later",
+        "on Kafka, aiokafka reads behind the mark of a transaction that was cut off, and its partition stops",
         (
             Change(
                 "services/core/broker/kafka/consumer.py",
@@ -481,9 +481,98 @@ PATCHES = (
                 "self._fail({source: gap for source, gap in gaps.items() if own.next_read.get(source) == wanted[source]})",
                 "self._fail(gaps)",
             ),
-            *_BY_NAME,
         ),
         needs=frozenset({"readers", "kafka"}),
+    ),
+    Patch(
+        "former-leader-believed",
+        "on Kafka, a former leader that hears no news says that nothing was cut off, and what replaced it is skipped",
+        (
+            Change(
+                "services/core/broker/kafka/offsets.py",
+                "    if not epochs:\n        return\n    async for states in",
+                "    if epochs or not epochs:\n        return\n    async for states in",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "subject: depose"}),
+    ),
+    Patch(
+        "cut-with-nothing-behind",
+        "on Kafka, what a new leader stores in place of as many lost records waits until something else comes",
+        (
+            Change(
+                "services/core/broker/kafka/consumer.py",
+                "        led_anew = own.find_led_anew(newest)\n",
+                "        led_anew: dict[TopicPartition, tuple[int, int]] = {}\n",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "subject: depose"}),
+    ),
+    Patch(
+        "zeros-asked-for-again",
+        "on Kafka, a batch that its broker cannot pass is asked for again and again, and nobody is told",
+        (
+            Change(
+                "services/core/broker/kafka/aiokafka_internals.py",
+                "if code == CORRUPT and source not in self._records:",
+                "if code < 0 and source not in self._records:",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "subject: zeros"}),
+    ),
+    Patch(
+        "ahead-without-bound",
+        "on Kafka, a member that does not poll fetches something of each of its partitions",
+        (
+            Change(
+                "services/core/broker/kafka/aiokafka_internals.py",
+                "        if waiting >= AHEAD_BYTES:\n",
+                "        if waiting < 0:\n",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "subject: bulk"}),
+    ),
+    Patch(
+        "poll-without-bound",
+        "on Kafka, one poll returns whatever the member holds",
+        (
+            Change(
+                "services/core/broker/kafka/aiokafka_internals.py",
+                "            if size >= POLL_BYTES:\n",
+                "            if size < 0:\n",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka", "subject: bulk"}),
+    ),
+    Patch(
+        "waits-go-on",
+        "the waits between joins grow on after a membership that was reached, unless it ends cleanly",
+        (
+            Change(
+                "services/core/consuming.py",
+                "                self._retry.reset()\n                self.waits_for = None\n",
+                "                self.waits_for = None\n",
+            ),
+            Change(
+                "services/core/consuming.py",
+                "                    self.is_drained = await membership.run(consumer, stopping, drain)\n",
+                "                    self.is_drained = await membership.run(consumer, stopping, drain)\n"
+                "                    self._retry.reset()\n",
+            ),
+        ),
+        needs=frozenset({"readers"}),
+    ),
+    Patch(
+        "failures-untold",
+        "joins that fail again and again are told once",
+        (
+            Change(
+                "services/core/consuming.py",
+                "if self._retry.failures & (self._retry.failures - 1) == 0:",
+                "if self._retry.failures == 1:",
+            ),
+        ),
+        needs=frozenset({"readers"}),
     ),
     Patch(
         "paused-for-ever",

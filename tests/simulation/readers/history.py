@@ -8,7 +8,8 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,16 +23,25 @@ from tests.simulation.readers.kinesis_world import KinesisWorld
 from tests.simulation.readers.log_world import LogWorld
 from tests.simulation.readers.member import DRAIN_S, Work, run_process
 from tests.simulation.readers.oracle import Oracle
+from tests.simulation.readers.watch import Watch
 from tests.simulation.readers.world import World
 from tests.simulation.verdict import Verdict
 from tests.support.virtual_loop import Deadlock
 
 STREAM, WAITING = "orders", "p.retry"
 EARLY, LATE = "p.early", "p.late"
+RECORD_BYTES = 40_000
+"""Of each record, in histories about memory."""
 SETTLE_S = 150.0
 """Without faults every group must have everything by then."""
 WORLDS: tuple[type[World], ...] = (*(KafkaWorld, KinesisWorld) * 3, KafkaWorld, LogWorld)
 _PROCESS_FAULTS = ("kill", "freeze", "terminate")
+SUBJECTS = ("depose", "bulk", "zeros", "marks")
+"""Of every 32nd seed in turn. depose: leaders that are cut off while others are elected, uncleanly. bulk: many partitions and
+large batches; what members hold ahead is bounded. zeros: blocks of zeros in leaders' files. marks: logs are cut off where
+transactions end."""
+DIRECTED = 27
+"""The rest of these seeds by 32: the histories of one of `WORLDS`, which is Kafka's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +58,16 @@ class Choice:
     processes: int
     seconds: float
     pace: float
+    subject: str = ""
+    """What a history of Kafka's readers is about: one of `SUBJECTS`, or everything."""
 
     @property
     def words(self) -> frozenset[str]:
         """What it has that a fault may need."""
         kind = self.world.__name__.removesuffix("World").lower()
         away = {f"away: {each}" for each in self.away}
-        return frozenset({"readers", kind, *self.faults, *self.process_faults, *self.groups, *away})
+        subject = {f"subject: {self.subject}"} if self.subject else set()
+        return frozenset({"readers", kind, *self.faults, *self.process_faults, *self.groups, *away, *subject})
 
 
 def choose(seed: int) -> Choice:
@@ -70,7 +83,7 @@ def choose(seed: int) -> Choice:
     groups: dict[str, Start] = {EARLY: "earliest"} if rng.random() < 0.5 else {LATE: "latest"}
     if rng.random() < 0.3:
         groups = {EARLY: "earliest", LATE: "latest"}
-    return Choice(
+    chosen = Choice(
         world,
         faults,
         away,
@@ -81,6 +94,29 @@ def choose(seed: int) -> Choice:
         rng.choice((1, 2, 2, 3)),
         rng.uniform(8.0, 20.0),
         rng.choice((0.2, 0.5, 1.0)),
+    )
+    return _direct(chosen, SUBJECTS[seed // 32 % len(SUBJECTS)]) if seed % 32 == DIRECTED else chosen
+
+
+def _direct(choice: Choice, subject: str) -> Choice:
+    by_subject: dict[str, tuple[str, ...]] = {
+        "zeros": ("zeros",),
+        "depose": ("depose",),
+        "marks": ("transact", "unclean"),
+    }
+    often = by_subject.get(subject, ())
+    if subject in ("depose", "marks"):  # nothing else
+        return replace(
+            choice, subject=subject, faults=often, away=(), weights=dict.fromkeys((*often, *choice.process_faults), 1)
+        )
+    faults = (*choice.faults, *often)
+    return replace(
+        choice,
+        subject=subject,
+        faults=faults,
+        weights=choice.weights | dict.fromkeys(often, 6),
+        partitions=24 if subject == "bulk" else choice.partitions,
+        pace=0.1 if subject == "bulk" else choice.pace,
     )
 
 
@@ -94,12 +130,14 @@ class ReaderHistory:
         self.machine = Machine(self.rng, self.trace)
         self.oracle = Oracle()
         self.world = self.choice.world(self.machine, self.rng, self.oracle, self.trace)
+        self.world.record_bytes = RECORD_BYTES if self.choice.subject == "bulk" else 1
         self.topics = {STREAM: self.choice.partitions, WAITING: 1}
         self._processes: list[Process] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._is_stopping = False
         self._works: dict[tuple[str, str], Work] = {}
         """The newest of each process and group."""
+        self._watches: dict[tuple[str, str], Watch] = {}
         self._operator = Process(self.machine, "operator")
         self.world.attach(self._operator)
 
@@ -139,20 +177,26 @@ class ReaderHistory:
             process = Process(self.machine, name)
             self.world.attach(process)
             self._processes.append(process)
-            make_work = partial(self._make_work, name)
-            process.start(run_process(process, self.world.open_broker, self.choice.groups, self.topics, make_work))
+            watch = Watch(process, self.oracle, self.machine.time, self.world.largest_batch)
+            make_work = partial(self._make_work, name, watch)
+            open_broker = partial(self._open, watch)
+            process.start(run_process(process, open_broker, self.choice.groups, self.topics, make_work))
             await process.ended.wait()
             self.trace(f"{name} ended: {process.status}")
             await asyncio.sleep(self.rng.uniform(0.1, 2.0))
 
-    def _make_work(self, name: str, group: str) -> Work:
+    def _open(self, watch: Watch) -> AbstractAsyncContextManager[Broker]:
+        return watch.open(self.world.open_broker())
+
+    def _make_work(self, name: str, watch: Watch, group: str) -> Work:
         def processed(batch: Batch, index: int) -> None:
             number = int(batch.records[index].value or b"-1")
             self.trace(f"{name} {group} processed e{number} at {batch.topic}[{batch.partition}] {batch.offsets[index]}")
             self.oracle.process(group, number)
 
-        work = Work(self.rng, processed, lambda: self.world.is_calm)
+        work = Work(self.rng, processed, lambda: self.world.is_calm, partial(watch.take, group))
         self._works[name, group] = work
+        self._watches[name, group] = watch
         return work
 
     def _alive(self) -> list[Process]:
@@ -258,10 +302,13 @@ class ReaderHistory:
         while not await self._has_begun():
             await asyncio.sleep(0.5)
         until = self.machine.time() + choice.seconds
+        watching = asyncio.create_task(self._watch_memory()) if choice.subject == "bulk" else None
         writing = asyncio.create_task(self._write(until))
         await self._trouble(until)
         await writing
         await self._end_well(verdict)
+        if watching is not None:
+            watching.cancel()
         await self._down()
         verdict.figures = {
             "events": len(self.oracle.events),
@@ -289,6 +336,12 @@ class ReaderHistory:
         if not verdict.complaints and not self.oracle.complaints and (behind := await self._still_behind()):
             verdict.complaints.append(f"behind, with nothing left to read: {behind}")
         verdict.complaints += self.oracle.complaints
+
+    async def _watch_memory(self) -> None:
+        while True:
+            await asyncio.sleep(0.1)
+            for key, work in self._works.items():
+                self._watches[key].hold(work.consumer)
 
     async def _write(self, until: float) -> None:
         while self.machine.time() < until:
@@ -328,6 +381,7 @@ class ReaderHistory:
             if self.machine.time() > until:
                 return False
             if any(work.has_stopped for work in self._works.values()):
+                self.world.mend()
                 await self._step_over()
             await asyncio.sleep(0.5)
         return True

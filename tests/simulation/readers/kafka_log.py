@@ -110,14 +110,20 @@ class Log:
         known = max((number for number, _ in self.epochs if number <= epoch), default=epoch)
         return known, next((first for number, first in self.epochs if number > epoch), self.end)
 
-    def read(self, offset: int, most: int) -> tuple[bytes, list[tuple[int, int]]]:
-        """(whole batches from the one with this offset on, the rolled-back transactions in them)."""
+    def read(
+        self, offset: int, most: int, *, is_first: bool = True, zeros_at: int | None = None
+    ) -> tuple[bytes, list[tuple[int, int]]]:
+        """(whole batches from the one with this offset on, the rolled-back transactions in them).
+
+        is_first: no other partition's batch is in the answer; then the first batch is sent however large it is. zeros_at: the
+        batch with this first offset is a block of zeros on this node's disk.
+        """
         found: list[Held] = []
         size, stable = 0, self.stable
         for held in self.batches:
             if held.after <= offset:
                 continue
-            if held.after > stable or (found and size + len(held.data) > most):
+            if held.after > stable or (size + len(held.data) > most and (found or not is_first)):
                 break
             found.append(held)
             size += len(held.data)
@@ -125,7 +131,7 @@ class Log:
             return b"", []
         first, last = found[0].base, found[-1].after
         rolled = [(one.producer, one.first) for one in self.rolled if one.last >= first and one.first < last]
-        return b"".join(held.data for held in found), rolled
+        return b"".join(bytes(len(held.data)) if held.base == zeros_at else held.data for held in found), rolled
 
     def at_time(self, millis: int) -> int:
         """The first offset of a batch that is not older; -1 when there is none."""
@@ -141,6 +147,8 @@ class Partition:
         """Whether no follower has what comes now: the high-water mark stands still."""
         self.was_cut = False
         """Whether it ever lost records that were committed to it."""
+        self.zeros: dict[int, int] = {}
+        """Nodes on whose disks there is a block of zeros in place of a batch, and the batch's first offset."""
         self.stale: dict[int, tuple[int, Log]] = {}
         """Leader and log as nodes know them that hear of no election."""
 
@@ -211,6 +219,7 @@ class Partition:
         while log.epochs and log.epochs[-1][1] >= log.end:
             log.epochs.pop()
         log.epochs.append((epoch, log.end))
+        self.zeros = {node: base for node, base in self.zeros.items() if base < log.end}
         self.leader = leader
         self.catch_up()
         return log.end
@@ -220,3 +229,4 @@ class Partition:
         log = self.log
         while log.batches and log.batches[0].after <= min(before, log.high_water):
             log.start = log.batches.pop(0).after
+        self.zeros = {node: base for node, base in self.zeros.items() if base >= log.start}

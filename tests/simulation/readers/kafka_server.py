@@ -49,7 +49,7 @@ _VERSIONS = {
     37: (0, 0),
 }
 _UNKNOWN_ID = 100
-_UNKNOWN_TOPIC, _NOT_LEADER, _OUT_OF_RANGE, _EXISTS = 3, 6, 1, 36
+_UNKNOWN_TOPIC, _NOT_LEADER, _OUT_OF_RANGE, _EXISTS, _CORRUPT = 3, 6, 1, 36, 2
 _LOADING, _NOT_COORDINATOR, _NO_COORDINATOR = 14, 16, 15
 _LATEST, _EARLIEST = -1, -2
 _TOPIC_SETTINGS = {
@@ -258,12 +258,16 @@ class Server:
             for number, *place in parts:
                 offset, most = (place[1], place[4]) if is_by_id else place
                 name = names.get(topic) if is_by_id else topic
-                code, log, _ = (_UNKNOWN_ID, None, None) if name is None else self._partition(node, name, number)
+                code, log, held = (_UNKNOWN_ID, None, None) if name is None else self._partition(node, name, number)
+                zeros_at = None if held is None else held.zeros.get(node)
                 data, aborted = b"", list[tuple[int, int]]()
                 if log is not None and not log.start <= offset <= log.end:
                     code = _OUT_OF_RANGE
+                elif log is not None and zeros_at is not None and zeros_at <= offset < log.stable:
+                    code = _CORRUPT  # it looks for the offset batch by batch, and does not get past the zeros
                 elif log is not None and left > 0:
-                    data, aborted = log.read(offset, min(most, left))
+                    is_first = left == request.max_bytes
+                    data, aborted = log.read(offset, min(most, left), is_first=is_first, zeros_at=zeros_at)
                     left -= len(data)
                 is_due |= bool(code or data)
                 high, stable = (-1, -1) if log is None else (log.high_water, log.stable)

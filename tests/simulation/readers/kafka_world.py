@@ -5,6 +5,9 @@ hold_up: followers lag, and the newest records cannot be read. transact: somebod
 isolate: a node hears no news, and answers as it knows. freeze_node, unreachable, breaks: nodes and connections. errors: answers
 about single partitions fail. move_coordinator, expire_member: groups. outrun: retention passes what is not read. remake: a topic
 is deleted and made anew. grow: partitions are added. expire_offsets: Kafka forgets the commits of a group without members.
+
+Those of single subjects: depose: a leader hears no news any more, and another one is elected uncleanly. zeros: on a leader's disk
+a batch becomes a block of zeros; other replicas are intact.
 """
 
 from collections.abc import Mapping
@@ -23,6 +26,7 @@ from tests.simulation.readers.world import World
 
 _TIMING = Timing(session=4.0, heartbeat=1.0, drain=8.0, request=3.0, metadata=3.0)
 _MOST_PARTITIONS = 4
+_MOST_RECORDS = 8
 
 
 class KafkaWorld(World):
@@ -71,6 +75,11 @@ class KafkaWorld(World):
         """As there."""
         return len(await broker.admin.positions(group, topic)) >= count
 
+    @property
+    def largest_batch(self) -> int:  # type: ignore[override]  # here it follows from the records
+        """As there."""
+        return _MOST_RECORDS * (self.record_bytes + 100)
+
     def _pick(self, topic: str) -> tuple[int, Partition, int]:
         """(number of a partition, the partition, the life of its topic)."""
         held = self.server.topics[topic]
@@ -80,12 +89,12 @@ class KafkaWorld(World):
     def write(self, topic: str) -> None:
         """As there."""
         number, partition, life = self._pick(topic)
-        self._append(topic, life, number, partition, self.rng.choice((1, 1, 3, 8)))
+        self._append(topic, life, number, partition, self.rng.choice((1, 1, 3, _MOST_RECORDS)))
 
     def _append(self, topic: str, life: int, line: int, partition: Partition, count: int, **how: Any) -> list[Event]:
         base, now = partition.log.end, self.server.now_ms()
         events = [self.oracle.issue(topic, life, line, base + index) for index in range(count)]
-        records = [Record(b"k", b"%d" % event.number, now) for event in events]
+        records = [Record(b"k" * self.record_bytes, b"%d" % event.number, now) for event in events]
         self._waiting.setdefault(partition, []).extend(events)
         self.trace(f"append e{events[0].number}.. to {topic}[{line}] at {base}, {count}")
         partition.append(pack_batch(records, **how), count, now, **how)
@@ -144,11 +153,16 @@ class KafkaWorld(World):
             group = self.rng.choice(empty)
             self.trace(f"the commits of {group.name} expire")
             group.offsets.clear()
+            self.oracle.displaced.add(group.name)
 
     def _strike_topic(self, fault: str, topic: str, node: int, seconds: float) -> None:
         match fault:
             case "elect" | "unclean":
                 self._elect(topic, node, is_clean=fault == "elect")
+            case "depose":
+                self._depose(topic, seconds)
+            case "zeros":
+                self._damage(topic)
             case "hold_up":
                 _, partition, _ = self._pick(topic)
                 partition.is_held_up = True
@@ -176,7 +190,16 @@ class KafkaWorld(World):
             return
         else:
             cut = self.rng.randint(max(log.start, log.end - 12), log.end - 1)
-        end = partition.elect(leader, cut)
+        self._cut(topic, number, leader, cut, is_clean=is_clean)
+        if not is_clean:
+            for _ in range(self.rng.randrange(4)):
+                self._append(topic, life, number, partition, self.rng.choice((1, 3, 8)))
+
+    def _cut(self, topic: str, number: int, leader: int, cut: int, *, is_clean: bool = False) -> None:
+        """A new leader's log ends there, or before."""
+        held = self.server.topics[topic]
+        life, partition = held.id.int, held.partitions[number]
+        end = partition.elect(leader, max(cut, partition.log.start))
         self.trace(f"{topic}[{number}] is cut off at {end}")
         if not is_clean:
             self.oracle.unordered.add((topic, life, number))
@@ -187,9 +210,40 @@ class KafkaWorld(World):
             if event.state in ("gone", "forbidden") and event.offset >= end:
                 event.offset += 1 << 40  # what is stored here later is something else
         self._note_stored(partition)
-        if not is_clean:
-            for _ in range(self.rng.randrange(4)):
-                self._append(topic, life, number, partition, self.rng.choice((1, 3, 8)))
+
+    def _depose(self, topic: str, seconds: float) -> None:
+        """Often the new leader stores as many records as were lost, and nothing behind them."""
+        number, partition, life = self._pick(topic)
+        log, former = partition.log, partition.leader
+        if log.end == log.start:
+            return
+        self.server.isolate(former)
+        self.machine.call_later(seconds, self.server.rejoin, former, context=WORLD)
+        end = log.end
+        self._cut(
+            topic, number, self.rng.choice([node for node in NODES if node != former]), end - self.rng.randint(1, 4)
+        )
+        lost = end - partition.log.end
+        for count in self.rng.choice(((lost,), (lost,), (), (lost, 1), (1,))):
+            self._append(topic, life, number, partition, count)
+
+    def _damage(self, topic: str) -> None:
+        number, partition, _ = self._pick(topic)
+        bases = [held.base for held in partition.log.batches if held.after <= partition.log.high_water]
+        if bases and partition.leader not in partition.zeros:
+            base = partition.zeros[partition.leader] = self.rng.choice(bases[-3:])
+            self.oracle.harmed.add((topic, number))
+            self.trace(f"{topic}[{number}]: zeros at {base} on node {partition.leader}")
+
+    def mend(self) -> None:
+        """Where the leader's file is damaged, another replica becomes the leader (kafka-reassign-partitions)."""
+        for name, topic in self.server.topics.items():
+            for number, partition in enumerate(topic.partitions):
+                if partition.leader in partition.zeros:
+                    node = next(each for each in NODES if each not in partition.zeros)
+                    partition.elect(node, partition.log.end)
+                    self._note_stored(partition)
+                    self.trace(f"operator: node {node} leads {name}[{number}]")
 
     def _transact(self, topic: str, seconds: float) -> None:
         number, partition, life = self._pick(topic)
@@ -223,9 +277,12 @@ class KafkaWorld(World):
 
     def _outrun(self, topic: str) -> None:
         number, partition, life = self._pick(topic)
-        before = self.rng.randint(partition.log.start, partition.log.end)
+        begun = partition.log.start
+        before = self.rng.randint(begun, partition.log.end)
         partition.expire(before)
         start = partition.log.start
+        if start > begun:
+            self.oracle.harmed.add((topic, number))
         self.trace(f"retention passes {topic}[{number}] up to {start}")
         self.oracle.lose(self.oracle.of(topic, life, number), lambda event: event.offset < start)
 
@@ -242,7 +299,7 @@ class KafkaWorld(World):
         """Writers use a new partition at once."""
         held = self.server.topics[topic]
         number = len(held.partitions)
-        if number == _MOST_PARTITIONS:
+        if number >= _MOST_PARTITIONS:
             return
         self.server.add_partitions(topic, number + 1)
         for _ in range(self.rng.randrange(3)):

@@ -167,6 +167,7 @@ class LogWorld(World):
             lost = [row for row in rows if row[:2] in begun and self.rng.random() < 0.5]
             connection.executemany("DELETE FROM offsets WHERE grp=? AND topic=? AND partition=?", lost)
         self.trace(f"groups.db loses {lost}")
+        self.oracle.displaced |= {str(row[0]) for row in lost}
         if lost:
             self.trace(f"operator: penstock log repair: {repair.repair(self._folder.root).groups.problems}")
 

@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from typing import Any
 
-from services.core.broker.contract import Broker, Lag, Start
+from services.core.broker.contract import Broker, Consumer, Lag, Start
 from services.core.broker.errors import BrokerError
 from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.record import Batch, TopicPartition
@@ -42,11 +42,19 @@ class _Ledger:
 
 
 class Work:
-    """`consuming.Processor`. told: gets the topic and value of each record once it is processed. is_calm: whether nobody pauses
-    any more: a pause and its end would wake a partition that stands still."""
+    """`consuming.Processor`. told: gets the batch and index of each record once it is processed. took: gets each batch.
 
-    def __init__(self, rng: random.Random, told: Callable[[Batch, int], None], is_calm: Callable[[], bool]) -> None:
-        self._rng, self._told, self._is_calm = rng, told, is_calm
+    is_calm: whether nobody pauses any more: a pause and its end would wake a partition that stands still.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        told: Callable[[Batch, int], None],
+        is_calm: Callable[[], bool],
+        took: Callable[[Batch], None],
+    ) -> None:
+        self._rng, self._told, self._is_calm, self._took = rng, told, is_calm, took
         self.tracker, self.ledger = OffsetTracker(), _Ledger(rng)
         self._queue: deque[Batch] = deque()
         self._paused: TopicPartition | None = None
@@ -57,6 +65,11 @@ class Work:
     def has_stopped(self) -> bool:
         """Whether a partition waits for a person: the log says `records_missing`."""
         return self._membership is not None and bool(self._membership._stuck)
+
+    @property
+    def consumer(self) -> Consumer | None:
+        """While it is a member."""
+        return None if self._membership is None else self._membership._consumer
 
     def open(self, membership: Membership, _tasks: asyncio.TaskGroup) -> Iterable[Coroutine[Any, Any, None]]:
         """As there."""
@@ -80,6 +93,7 @@ class Work:
 
     def accept(self, batch: Batch) -> None:
         """As there."""
+        self._took(batch)
         self._queue.append(batch)
         self._changed.set()
 

@@ -32,6 +32,10 @@ class Oracle:
     complaints: list[str] = field(default_factory=list)
     unordered: set[tuple[str, int, int]] = field(default_factory=set)
     """Topic, life and line of logs that were cut off below what somebody had read: first arrivals may go back."""
+    harmed: set[tuple[str, int]] = field(default_factory=set)
+    """Topic and line of logs in which records became unreadable, or that retention shortened."""
+    displaced: set[str] = field(default_factory=set)
+    """Groups that lost a position."""
     _last: dict[tuple[str, str, int, int], int] = field(default_factory=dict)
     repeated: int = 0
 
@@ -68,6 +72,12 @@ class Oracle:
         if event.offset < last and line not in self.unordered and not event.is_old:
             self.complaints.append(f"{group} read e{number} at {event.offset} of {line} first behind {last}")
         self._last[group, *line] = max(last, event.offset)
+
+    def stop(self, group: str, topic: str, line: int | None) -> None:
+        """A member waits for a person in this partition; line: None when it is not known which one it is."""
+        is_lost = any(one.topic == topic and line in (None, one.line) and one.state == "gone" for one in self.events)
+        if not is_lost and group not in self.displaced and (topic, line) not in self.harmed:
+            self.complaints.append(f"{group} stopped at {topic}[{line}], where nothing is missing")
 
     def missing(self, groups: Mapping[str, object]) -> dict[str, list[int]]:
         """By group what it has still to get. groups: their starts."""

@@ -15,6 +15,10 @@ class World(ABC):
 
     faults: tuple[str, ...] = ()
     away: tuple[str, ...] = ()
+    record_bytes = 1
+    """Of each record, and a few more."""
+    largest_batch = 0
+    """Of those that it writes, in bytes, and a little more."""
     expires = False
     """Whether commits expire: then a group that has begun and has no position must be moved."""
 
@@ -45,6 +49,9 @@ class World(ABC):
     @abstractmethod
     def strike(self, fault: str) -> None:
         """One of `faults` or of `away`; it ends by itself."""
+
+    def mend(self) -> None:  # noqa: B027 - most worlds have nothing to mend
+        """What an operator does before a group is moved that has stopped."""
 
     @abstractmethod
     def calm(self) -> None:
