@@ -469,7 +469,7 @@ PATCHES = (
     ),
     Patch(
         "early-gap",
-        "on Kafka, aiokafka reads behind the mark of a transaction that was cut off, and its partition stops",
+        "on Kafka, aiokafka reads on behind the mark of a transaction that was cut off, and its partition stands still",
         (
             Change(
                 "services/core/broker/kafka/consumer.py",
@@ -482,7 +482,7 @@ PATCHES = (
                 "self._fail(gaps)",
             ),
         ),
-        needs=frozenset({"readers", "kafka"}),
+        needs=frozenset({"readers", "kafka", "subject: marks"}),
     ),
     Patch(
         "former-leader-believed",
@@ -560,7 +560,7 @@ PATCHES = (
                 "                    self._retry.reset()\n",
             ),
         ),
-        needs=frozenset({"readers"}),
+        needs=frozenset({"readers", "kafka", "subject: odd"}),
     ),
     Patch(
         "failures-untold",

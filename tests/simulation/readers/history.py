@@ -36,10 +36,10 @@ SETTLE_S = 150.0
 """Without faults every group must have everything by then."""
 WORLDS: tuple[type[World], ...] = (*(KafkaWorld, KinesisWorld) * 3, KafkaWorld, LogWorld)
 _PROCESS_FAULTS = ("kill", "freeze", "terminate")
-SUBJECTS = ("depose", "bulk", "zeros", "marks")
+SUBJECTS = ("depose", "bulk", "zeros", "marks", "depose", "odd", "zeros", "marks")
 """Of every 32nd seed in turn. depose: leaders that are cut off while others are elected, uncleanly. bulk: many partitions and
 large batches; what members hold ahead is bounded. zeros: blocks of zeros in leaders' files. marks: logs are cut off where
-transactions end."""
+transactions end. odd: aiokafka meets errors that it does not expect, and memberships end."""
 DIRECTED = 27
 """The rest of these seeds by 32: the histories of one of `WORLDS`, which is Kafka's."""
 
@@ -103,6 +103,7 @@ def _direct(choice: Choice, subject: str) -> Choice:
         "zeros": ("zeros",),
         "depose": ("depose",),
         "marks": ("transact", "unclean"),
+        "odd": ("odd",),
     }
     often = by_subject.get(subject, ())
     if subject in ("depose", "marks"):  # nothing else

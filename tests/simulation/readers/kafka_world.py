@@ -7,7 +7,8 @@ about single partitions fail. move_coordinator, expire_member: groups. outrun: r
 is deleted and made anew. grow: partitions are added. expire_offsets: Kafka forgets the commits of a group without members.
 
 Those of single subjects: depose: a leader hears no news any more, and another one is elected uncleanly. zeros: on a leader's disk
-a batch becomes a block of zeros; other replicas are intact.
+a batch becomes a block of zeros; other replicas are intact. odd: a node's connections raise an error that aiokafka does not
+expect when it asks for metadata, as those of uvloop did (aio-libs/aiokafka#1038).
 """
 
 from collections.abc import Mapping
@@ -115,7 +116,7 @@ class KafkaWorld(World):
         """As there."""
         seconds = self.rng.choice((self.rng.uniform(0.1, 2.0), self.rng.uniform(2.0, 8.0)))
         node = self.rng.choice(NODES)
-        if fault in ("isolate", "freeze_node", "unreachable", "breaks", "errors"):
+        if fault in ("isolate", "freeze_node", "unreachable", "breaks", "errors", "odd"):
             self.trace(f"kafka: {fault} node {node} for {seconds:.1f} s")
             self._strike_node(fault, node, seconds)
         elif fault in ("move_coordinator", "expire_member", "expire_offsets"):
@@ -134,6 +135,9 @@ class KafkaWorld(World):
         elif fault == "freeze_node":
             link.is_frozen = True
             later(seconds, server.thaw, node, context=WORLD)
+        elif fault == "odd":
+            link.is_odd = True
+            later(min(seconds, 2.0), setattr, link, "is_odd", False, context=WORLD)
         elif fault == "unreachable":
             link.is_unreachable = True
             later(seconds, setattr, link, "is_unreachable", False, context=WORLD)
@@ -310,7 +314,7 @@ class KafkaWorld(World):
         self.is_calm = True
         for node in NODES:
             link = self.server.links[node]
-            link.is_unreachable, link.breaks, link.errors = False, 0.0, 0.0
+            link.is_unreachable, link.is_odd, link.breaks, link.errors = False, False, 0.0, 0.0
             self.server.rejoin(node)
             self.server.thaw(node)
         for topic in self.server.topics.values():

@@ -31,6 +31,7 @@ class Watch:
         """When the last membership that was reached ended, and how often the process had been frozen."""
         self._polled: dict[str, tuple[float, int]] = {}
         """When each group's member took something last, and how many bytes."""
+        self._holds_much = False
         process.hear = self._hear
 
     def open(self, broker: AbstractAsyncContextManager[Broker]) -> AbstractAsyncContextManager[Broker]:
@@ -86,7 +87,8 @@ class Watch:
         results = [] if client is None else list(client._fetcher._records.values())
         parts = [part for one in results if (part := getattr(one, "_partition_records", None)) is not None]
         size = sum(part._records.size_in_bytes() for part in parts)
-        if size > AHEAD_BYTES + ANSWERS * max(SLICE_BYTES, self._largest_batch):
+        if size > AHEAD_BYTES + ANSWERS * max(SLICE_BYTES, self._largest_batch) and not self._holds_much:
+            self._holds_much = True
             self._complain(f"a member holds {size} bytes ahead")
 
 
