@@ -234,7 +234,7 @@ class KafkaWorld(World):
     def _damage(self, topic: str) -> None:
         number, partition, _ = self._pick(topic)
         bases = [held.base for held in partition.log.batches if held.after <= partition.log.high_water]
-        if bases and partition.leader not in partition.zeros:
+        if bases and not partition.zeros:  # other replicas are intact
             base = partition.zeros[partition.leader] = self.rng.choice(bases[-3:])
             self.oracle.harmed.add((topic, number))
             self.trace(f"{topic}[{number}]: zeros at {base} on node {partition.leader}")
