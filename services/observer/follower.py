@@ -112,7 +112,7 @@ class Follower:
         self.lags = LagTable()
         self.fields = FieldTable()
         self.transforms = TransformTable()
-        self.planned = PlannedWindows()
+        self.planned = PlannedWindows(current=flow.current_pipe)
         self.untold = AlarmQueue()
         self.newer = NewerParts()
         self.drifting: dict[DriftKey, int] = {}
@@ -258,7 +258,8 @@ class Follower:
         found = await self._snapshots.load(self._make_table)
         if found is not None:
             self.table, restored = found
-            self.planned, self.drifting = restored.planned, dict(restored.drifting)
+            self.planned = PlannedWindows(restored.planned.all(), self.table.flow.current_pipe)
+            self.drifting = dict(restored.drifting)
             self.untold.clear()
             for alarm in restored.untold if speaks else ():
                 self.untold.add(alarm)

@@ -4,6 +4,7 @@ The autoscaler's windows excuse silence and lag, but no loss: scaling must lose 
 """
 
 import hashlib
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -53,10 +54,11 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class PlannedWindows:
-    """At most MAX_WINDOWS; past windows are dropped after a day."""
+    """At most MAX_WINDOWS; past windows are dropped after a day. current: a pipe's present name, from a former one or itself: a
+    window that was announced under a former name counts for the present one."""
 
-    def __init__(self, windows: tuple[Window, ...] = ()) -> None:
-        self._windows = list(windows)
+    def __init__(self, windows: Sequence[Window] = (), current: Callable[[str], str] = str) -> None:
+        self._windows, self._current = list(windows), current
 
     def announce(self, window: Window, now: int) -> None:
         """Raises TooManyWindows."""
@@ -86,10 +88,10 @@ class PlannedWindows:
         return tuple(self._windows)
 
     def covers(self, pipe: str, from_ms: int, until_ms: int, *, loss: bool = False) -> Window | None:
-        """A window that overlaps this time. loss: only one that excuses loss."""
+        """A window that overlaps this time. pipe: its present name. loss: only one that excuses loss."""
         for window in self._windows:
-            overlaps = window.pipe in (None, pipe) and window.from_ms < until_ms and from_ms < window.until_ms
-            if overlaps and (window.excuses_loss or not loss):
+            is_of = window.pipe is None or self._current(window.pipe) == pipe
+            if is_of and window.from_ms < until_ms and from_ms < window.until_ms and (window.excuses_loss or not loss):
                 return window
         return None
 

@@ -14,7 +14,8 @@ from services.core.broker.record import Batch, Record
 from services.core.ledger.report import SNAPSHOTS, TELEMETRY, LagSet, Report
 from services.observer import snapshot_log
 from services.observer.alarms import MAX_UNSENT, Alarm
-from services.observer.ledger.flow import Step
+from services.observer.follower import Follower
+from services.observer.ledger.flow import Flow, PipeFlow, Step
 from services.observer.ledger.table import Table
 from services.observer.payload_fields import Drift
 from services.observer.planned import PlannedWindows, Window
@@ -53,6 +54,20 @@ async def test_a_restart_knows_what_was_and_tells_no_minute_twice(
             await second.until(lambda: second.row().late == 1)
             assert [window.kind for window in second.follower.planned.all()] == ["deploy"]
         assert second.final == []
+
+
+async def test_a_window_counts_for_the_new_name_of_its_pipe(broker: Broker) -> None:
+    """Broken: a deploy that gives a pipe another name was announced, and raises the alarms that it should have excused."""
+    async with Producer(broker.appender) as producer:
+        first = Observer(broker, producer)
+        await first.follower._start()
+        await first.follower.announce(Window("deploy", "late", START_MS, FINAL_MS, "ci"))
+        pipe = PipeFlow(("flights",), transforms=False, destinations={"ops": None})
+        renamed = Flow({"later": pipe, "other": pipe}, {("late", "ops"): ("later", "ops")})
+        second = Follower(renamed, broker.reader, producer, lambda _turn: None, now_ms=lambda: START_MS)
+        await second._start()
+    covered = {name: second.planned.covers(name, START_MS, FINAL_MS, loss=True) for name in ("later", "late", "other")}
+    assert covered == {"later": first.follower.planned.all()[0], "late": None, "other": None}
 
 
 async def test_a_stop_while_it_catches_up_moves_its_position_no_further_back(broker: Broker) -> None:
