@@ -15,6 +15,7 @@ from itertools import islice
 
 import backoff
 
+from services.core.retry_state import BREAKER_OPEN
 from services.expel.delivery import Delivery
 
 RECOVERABLE_STATUSES = frozenset({408, 425, 429})
@@ -206,7 +207,10 @@ class RetrySchedule:
     jitter: Callable[[float, float], float] = random.uniform
 
     def next_wait(self, rounds: int, failure: Failure) -> float | None:
-        """Seconds until an event with so many rounds is due; at least its Retry-After. None: its window is over."""
+        """Seconds until an event with so many rounds is due; at least its Retry-After. None: its window is over.
+
+        An event whose last round found an open breaker was not tried in it. It gets one more, behind the next probe.
+        """
         if rounds >= len(self.waits):
-            return None
+            return failure.retry_after if failure.reason == BREAKER_OPEN and rounds == len(self.waits) else None
         return max(self.waits[rounds] * self.jitter(1 - JITTER, 1 + JITTER), failure.retry_after or 0.0)

@@ -119,7 +119,7 @@ class SendThrottle:
         log.warning("breaker_closed", lane=self._lane, reason=refusal.reason, detail=refusal.detail, hint=hint)
 
     def _fail(self, request: Delivery, failure: Failure) -> None:
-        is_new = self._slow_start.is_over
+        is_new = self._slow_start.is_over or self._slow_start.takes_some
         has_recovered = self._slow_start.end(request, good=False)
         if self._breaker.fail(request, is_new=is_new, has_recovered=has_recovered):
             self.shedder.start(self._slow_start.usual, is_new=is_new)
@@ -353,7 +353,8 @@ class CircuitBreaker:
 ROUND_S = 0.5
 """The shortest round of a slow start. Some receivers answer before they do the work: their fast answers prove little."""
 LEAST_WINDOW = 0.25
-"""Requests per round. When one fails although there are so few, the receiver has not recovered."""
+"""Requests per round. When one fails although there are so few, and OPEN_SHARE of the last MIN_ATTEMPTS answers were failures,
+the receiver has not recovered."""
 _DOUBLE, _GROW = 2.0, 1.125
 """How the window grows after a good round: before the first sign of overload, and after it."""
 _SLOWER, _NOISE_S = 2.0, 0.1
@@ -402,6 +403,8 @@ class SlowStart:
         self._next_at = self._halved_at = self._limited_at = 0.0
         self._is_failing = False
         """Whether the last answer was a failure or a 429."""
+        self._last: deque[bool] = deque(maxlen=5 * MIN_ATTEMPTS)
+        """Whether each of the last answers was good, also of earlier slow starts in the same outage."""
         self._answered, self._is_full = 0, False
         """Of this round: good answers, and whether a request had to wait for the window."""
         self._fastest = self._fastest_of_round = math.inf
@@ -412,6 +415,16 @@ class SlowStart:
     def is_over(self) -> bool:
         """Whether requests are not limited."""
         return self._window is None
+
+    @property
+    def takes_some(self) -> bool:
+        """Whether the receiver fails now and then, and not always: when the breaker opens again, that is no longer the outage."""
+        return len(self._last) >= MIN_ATTEMPTS and self._failed_share(len(self._last)) < OPEN_SHARE
+
+    def _failed_share(self, count: int) -> float:
+        """Of so many of the last answers."""
+        newest = list(self._last)[-count:]
+        return newest.count(False) / len(newest)
 
     @property
     def usual(self) -> float | None:
@@ -467,6 +480,7 @@ class SlowStart:
             self._limited_at = now + wait
         elif not self._is_failing and now - self._limited_at > _UNLIMITED_S:
             self.stop()
+            self._last.clear()
         return wait
 
     def _wait_for_cap(self, cap: "TokenBucket", now: float) -> float:
@@ -495,7 +509,7 @@ class SlowStart:
     def end(self, request: object, *, good: bool) -> bool:
         """The receiver answered, or failed to. good: it accepted the events, or refused them finally.
 
-        False: it has not recovered, because the request failed although the window was the smallest one.
+        False: it has not recovered, because the request failed although the window was the smallest one, as most did before it.
         """
         begun = self._begun.pop(request, None)
         if self._window is None or begun is None:
@@ -504,10 +518,11 @@ class SlowStart:
         if good and self._is_failing:
             self._limited_at = max(self._limited_at, now)
         self._is_failing = not good
+        self._last.append(good)
         if good:
             self._count_answer(now - begun)
         elif begun > self._halved_at:
-            if self._window == LEAST_WINDOW:
+            if self._window == LEAST_WINDOW and self._failed_share(MIN_ATTEMPTS) >= OPEN_SHARE:
                 return False
             self._window, self._growth = max(LEAST_WINDOW, self._window / 2), _GROW
             self._next_at, self._halved_at = now + ROUND_S / self._window, now

@@ -38,18 +38,20 @@ def find_culprits(records: Sequence[RecordOffset], trial: Trial) -> dict[RecordO
     """The events of a failed batch on which the transform fails alone, and its errors.
 
     records: in order, at least one. Empty when the failure does not repeat. Makes about 2 * log2(n) trials for a culprit.
-    Several events that are too much for a trial are not: it is tried what each half does. One alone is a culprit.
+    Several events that are too much for a trial are not: it is tried what each half does. One alone is a culprit. When nothing
+    else failed, the failure does not repeat: the real run has no such limit.
     Raises TransformBroken; also when parts pass that fail together.
     """
-    too_much = False
+    failed: str | None = None
 
     def tried(some: Sequence[RecordOffset]) -> str | None:
-        nonlocal too_much
+        nonlocal failed
         try:
-            return trial(some)
+            found = trial(some)
         except TooMuch as error:
-            too_much = True
             return str(error)
+        failed = failed or found
+        return found
 
     problem = tried(records)
     if problem is None:
@@ -60,10 +62,10 @@ def find_culprits(records: Sequence[RecordOffset], trial: Trial) -> dict[RecordO
         raise TransformBroken(f"it fails on each of {len(sample)} events tried alone, e.g.: {problem}")
     culprits: dict[RecordOffset, str] = {}
     _search(records, tried, alone, culprits)
-    if not culprits and too_much:
+    if not culprits and failed is None:
         return {}
     if not culprits:
-        raise TransformBroken(f"it fails on the batch, and on none of its {len(records)} events alone: {problem}")
+        raise TransformBroken(f"it fails on the batch, and on none of its {len(records)} events alone: {failed}")
     if len(records) > SAMPLE and 2 * len(culprits) > len(records):
         raise TransformBroken(f"it fails on {len(culprits)} of {len(records)} events, e.g.: {problem}")
     return culprits

@@ -51,6 +51,18 @@ def test_what_fails_only_together_has_no_culprit() -> None:
         find_culprits(batch(20), lambda records: "too many" if len(records) > 15 else None)
 
 
+def test_what_fails_only_together_is_broken_although_more_is_too_much() -> None:
+    """If this fails, a transform that fails on parts of a batch is started again for ever, as if the broker had failed."""
+
+    def trial(records: Sequence[RecordOffset]) -> str | None:
+        if len(records) > 15:
+            raise TooMuch("too many")
+        return "fails together" if len(records) > 3 else None
+
+    with pytest.raises(TransformBroken, match="on none of its 40 events alone: fails together"):
+        find_culprits(batch(40), trial)
+
+
 @pytest.mark.parametrize("large", [set(), {5}])
 @pytest.mark.parametrize("bad", [set(), {17}])
 def test_what_is_too_much_for_a_trial_is_tried_in_parts(large: set[int], bad: set[int]) -> None:

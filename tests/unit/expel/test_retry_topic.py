@@ -10,10 +10,10 @@ from services.core import dead_letter
 from services.core.broker.errors import RecordTooLarge, Unavailable
 from services.core.broker.record import Record, TopicPartition
 from services.core.failed_attempts import FailedAttempt, pack_attempts, parse_attempts
-from services.core.retry_state import FAILURES, RetryState, unwrap, wrap
+from services.core.retry_state import BREAKER_OPEN, FAILURES, RetryState, unwrap, wrap
 from services.expel import throttle
 from services.expel.delivery import Delivery
-from services.expel.retry_policy import JITTER, Failure, Outcome, RetryLimits
+from services.expel.retry_policy import JITTER, Failure, Outcome, RetryLimits, RetrySchedule
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.expel.fake_sender import BUSY, WRONG, make_record
 from tests.unit.expel.receiver import wait_until
@@ -114,6 +114,15 @@ async def test_duplicates_are_sent_once_and_redeliveries_again(broker: FakeBroke
         consumer.positions[BACK] = 0
         consumer.resume([BACK])
         await wait_until(lambda: len(running.sender.taken) == 4)
+
+
+def test_a_last_round_that_found_an_open_breaker_is_followed_by_one_more() -> None:
+    """If it fails, an event becomes a dead letter although its last round tried nothing; or it circles for ever."""
+    schedule, untried = RetrySchedule([5.0, 60.0]), Failure(BREAKER_OPEN, "", recoverable=True, retry_after=90.0)
+    assert schedule.next_wait(1, untried) == 90.0
+    assert schedule.next_wait(2, untried) == 90.0
+    assert schedule.next_wait(3, untried) is None
+    assert schedule.next_wait(2, BUSY) is None
 
 
 async def test_counts_go_on_and_end_in_dead_letters(broker: FakeBroker) -> None:

@@ -15,10 +15,10 @@ from services.core.lag import LagFamily
 from services.expel.delivery import Delivery, OffsetRun
 from services.expel.metrics import OTHER, LaneMetrics, WordCounter
 from services.expel.retry_policy import Failure, fail_by_status
-from services.expel.throttle import SendThrottle
+from services.expel.throttle import MIN_ATTEMPTS, SendThrottle
 from services.expel.webhook.oauth import GRANTED
 
-IDLE, MOST, SIGNED, OBSERVED = 34, 95, 2, 8
+IDLE, MOST, SIGNED, OBSERVED = 34, 96, 2, 8
 """For each destination and instance of expel, while nothing has failed and at most; for its signing keys or each credential; in
 the observer. The numbers of docs/metrics.md, which has a sum for a thousand destinations."""
 _PARTS_OF = {"pipe", "destination"}
@@ -68,6 +68,11 @@ def _lane(name: str) -> LaneMetrics:
 def _drive(name: str) -> None:
     """Every outcome that there may be, and every status."""
     lane = _lane(name)
+    throttle, request = SendThrottle("p", name), Delivery([b"{}"], [b""], [1], [Record(None, b"{}", 0)], [])
+    for _ in range(MIN_ATTEMPTS):
+        throttle.begin(request)
+        throttle.end(request, fail_by_status(503))
+    throttle.update_gauge()
     for status in range(300, 600):
         lane.count_attempt(fail_by_status(status))
     for word in ("timeout", "dns", "tls", "connection"):

@@ -2,6 +2,7 @@
 
 import heapq
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -345,6 +346,24 @@ def test_a_receiver_that_takes_only_the_probe_is_left_alone_for_longer_and_longe
         throttle.begin(request)  # type: ignore[arg-type]
         throttle.end(request, fail_by_status(503))  # type: ignore[arg-type]
     assert throttle.blocked_for() <= FIRST_WAIT_S
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_receiver_that_fails_now_and_then_is_not_left_alone_for_minutes(clock: Clock, seed: int) -> None:
+    """If it fails, a receiver that is back and answers 503 to 40 % gets a request in five minutes, and its events expire."""
+    draw, throttle, waits, open_s = random.Random(seed), recovered(clock, 200.0), [0.0], 0
+    refusing = Refusing(lambda _: fail_by_status(503) if draw.random() < 0.4 else None)
+    recovery = Recovery(clock, throttle, refusing)
+    for _ in range(1200):
+        recovery.run(1.0, 10_000_000)
+        waits.append(throttle.blocked_for())
+        open_s += throttle.state != "closed"
+    assert max(waits) < 60
+    assert open_s < 0.2 * 1200
+    refusing.refuse = lambda _: fail_by_status(503)
+    recovery.run(1200, 10_000_000)
+    assert throttle.state != "closed"
+    assert throttle.blocked_for() > 60, "one that is down again is left alone"
 
 
 def test_an_outage_is_no_part_of_the_usual_rate(clock: Clock) -> None:
