@@ -214,7 +214,7 @@ def _name_values(stream: Stream, with_attributes: bool) -> dict[str, str]:
     """The beginning of a sentence about an id, key or time: with its places in the event."""
     fields, names = {"id": stream.id, "key": stream.key, "time": stream.time}, {}
     for what, path in fields.items():
-        places = [] if path is None else [f"field {path}"]
+        places = [] if path is None else [f"field '{path}'"]
         places += [f"attribute {_ATTRIBUTES[what]}"] if with_attributes else []
         names[what] = f"The {what} ({' or '.join(places)})"
     return names

@@ -51,6 +51,7 @@ APP.add_typer(DEAD, name="dead")
     "list", epilog=example("penstock dead list\npenstock dead list --pipe orders --reason http_404 --since 2h")
 )
 def list_letters(
+    unexpected: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     pipe: PipeName = None,
     destination: DestinationName = None,
     reason: Reason = None,
@@ -65,6 +66,8 @@ def list_letters(
     as_json: AsJson = False,
 ) -> None:
     """List dead letters, oldest first in each pipe. --json prints one object per line."""
+    if unexpected:
+        raise CommandFailed("dead list has options only, no arguments", f"--pipe {unexpected[0]}", status=2)
     where = make_filter(pipe, destination, reason, since, until, pipes=find_pipes(None, data))
     uvloop.run(list_found(find_broker(broker, data), where, limit, settled=everything, as_json=as_json))
 

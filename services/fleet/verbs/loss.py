@@ -112,9 +112,7 @@ def _open(body: dict[str, Any]) -> str:
     if not names:
         return "all minutes are final"
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return (
-        f"some minutes are not final for {shown}: events that are missing there may still arrive, and do not count here"
-    )
+    return f"some minutes are not final for {shown} yet: events that have not arrived there are not counted as missing"
 
 
 def _print_gaps(body: dict[str, Any]) -> None:

@@ -233,7 +233,7 @@ def _absent(one: AbsentField) -> str:
     if one.field is None:
         return f"{one.stream} has no time field in the pipe file: its events get the time of this trial. Try: --from-stream"
     events = f"{one.events} of {format_count(one.of, 'event')} of {one.stream}"
-    return f"no field {plain(one.field)} for the {one.use} in {events}: {_INSTEAD[one.use]}"
+    return f"no field '{plain(one.field)}' for the {one.use} in {events}: {_INSTEAD[one.use]}"
 
 
 def _undeclared(found: Sequence[UndeclaredField]) -> Iterator[str]:

@@ -102,6 +102,12 @@ def test_up_names_default_and_variable_of_every_flag(shell: Shell) -> None:
     assert "Default: 127.0.0.1:8080." in text
 
 
+def test_a_pipe_where_an_option_is_needed(shell: Shell) -> None:
+    """Broken: who has just used `penstock loss show PIPE` tries the same here, and learns only that it is wrong."""
+    assert shell.run("dead", "list", "orders") == 2
+    assert "Try: --pipe orders" in shell.err
+
+
 def test_no_colours_outside_a_terminal(shell: Shell) -> None:
     """Broken: logs and pipes are full of escape sequences."""
     shell.run("--help")

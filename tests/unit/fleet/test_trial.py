@@ -76,7 +76,7 @@ def test_absent_fields_are_named(pipes: PipeFile) -> None:
     )
     assert windowed.as_json()["absent_fields"][0] == {"stream": "s", "use": "id", "field": "nr", "events": 1, "of": 1}
     notes = [*_warnings(windowed, pipes.pipes["one"])]
-    assert notes[0] == "no field nr for the id in 1 of 1 event of s: they get new ids"
+    assert notes[0] == "no field 'nr' for the id in 1 of 1 event of s: they get new ids"
     assert (
         notes[-1] == "u has no time field in the pipe file: its events get the time of this trial. Try: --from-stream"
     )

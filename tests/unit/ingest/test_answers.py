@@ -84,21 +84,21 @@ REQUESTS: list[tuple[bytes, str, str]] = [
     ),
     (body([None]), "not-an-object", "The event is null. Send a JSON object."),
     (body(["a"]), "not-an-object", "The event is a string."),
-    (body([{"id": 1.5}], ORDERS), "bad-id", "The id (field id) is a number with a fraction, or beyond 64 bits."),
-    (body([{"id": ""}], ORDERS), "bad-id", "The id (field id) is an empty string."),
-    (body([{"id": "x" * 300}], ORDERS), "bad-id", "The id (field id) has 300 bytes."),
+    (body([{"id": 1.5}], ORDERS), "bad-id", "The id (field 'id') is a number with a fraction, or beyond 64 bits."),
+    (body([{"id": ""}], ORDERS), "bad-id", "The id (field 'id') is an empty string."),
+    (body([{"id": "x" * 300}], ORDERS), "bad-id", "The id (field 'id') has 300 bytes."),
     (
         body([{"id": "a"}, {"id": "a\n"}], ORDERS),
         "bad-id-characters",
-        "In event 1, counted from 0: The id (field id) has",
+        "In event 1, counted from 0: The id (field 'id') has",
     ),
-    (body([{"customer": {"id": []}}], ORDERS), "bad-key", "The key (field customer.id) is an array."),
+    (body([{"customer": {"id": []}}], ORDERS), "bad-key", "The key (field 'customer.id') is an array."),
     (body([{"customer": {"id": "x" * 1100}}], ORDERS), "bad-key", "has 1100 bytes. It may have at most 1024."),
-    (body([{"at": "noon"}], ORDERS), "bad-time", "The time (field at) is a string, but not RFC 3339 with an offset."),
-    (body([{"at": {}}], ORDERS), "bad-time", "The time (field at) is an object."),
+    (body([{"at": "noon"}], ORDERS), "bad-time", "The time (field 'at') is a string, but not RFC 3339 with an offset."),
+    (body([{"at": {}}], ORDERS), "bad-time", "The time (field 'at') is an object."),
     (body([{"at": -1}], ORDERS), "time-out-of-range", "is before 1970."),
     (body([{"at": LATE}], ORDERS), "time-out-of-range", "Check the client's clock"),
-    (cloud(time="noon"), "bad-time", "The time (field at or attribute time) is a string"),
+    (cloud(time="noon"), "bad-time", "The time (field 'at' or attribute time) is a string"),
     (cloud(specversion=None), "bad-cloudevent", 'The attribute specversion is missing. Send the string "1.0".'),
     (cloud(specversion="0.3"), "bad-cloudevent", "is a string, but another version"),
     (cloud(specversion=1.0), "bad-cloudevent", "The attribute specversion is a number with a fraction"),
@@ -208,10 +208,10 @@ async def test_failures_of_the_broker(service: Service, error: Exception) -> Non
 
 def test_an_event_that_is_too_old() -> None:
     """Broken: a client is told to change a setting of the server."""
-    _, faults = read_times([0], 10 * 86_400_000, 9 * 86_400_000, "The time (field at)")
+    _, faults = read_times([0], 10 * 86_400_000, 9 * 86_400_000, "The time (field 'at')")
     kind, detail = faults[0]
     assert kind is problems.TOO_OLD
-    assert detail.startswith("The time (field at) is more than 1d before the arrival,")
+    assert detail.startswith("The time (field 'at') is more than 1d before the arrival,")
     check_sentences(detail)
 
 
