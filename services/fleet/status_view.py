@@ -15,8 +15,9 @@ from services.fleet.dead.view import plain
 _NOT_KNOWN = "not yet"
 _CLOCKS = "event age: from the event's own time; E2E lag: from its arrival at ingest"
 _BEHIND = (
-    "behind: events not settled, and the age of the oldest by its own time; of a destination behind a transform, results of\n"
-    "the transform. waiting: events in PIPE.retry, with the global retrier, or parked; see penstock loss show PIPE"
+    "behind: events from the first one on that is not settled (also settled ones that came after it), and its age by its own\n"
+    "time; of a destination behind a transform, results of the transform. retried: events that were sent again, once for each\n"
+    "attempt. waiting: events in PIPE.retry, with the global retrier, or parked; see penstock loss show PIPE"
 )
 _DUE = (
     "a waiting event is sent when its next round is due (the destination's schedule); it cannot be brought forward.\n"
@@ -39,7 +40,7 @@ _WHY = {
     "refused": "Spark refused it; the log has its words",
 }
 """By the reason's word (`spark.jobs.modes.Reason`). docs/transforms.md has them with their remedies."""
-_DEAD = "dead: events in the dead letters, with the reason; see penstock dead list"
+_DEAD = "dead: events that became dead letters, with the reason; later redrives do not lower it. See penstock dead list"
 
 
 def render_status(status: dict[str, Any]) -> RenderableType:

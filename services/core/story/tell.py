@@ -490,7 +490,7 @@ def _behind(before: int, topic: str, *, contiguous: bool) -> str:
     if not contiguous:
         return f"its group has not reached it in {topic}"
     if not before:
-        return f"its group is at it in {topic}"
+        return f"it is the first event of {topic} that is not settled: it is tried now, or waits for its next attempt"
     return f"1 event of {topic} is before it" if before == 1 else f"{before} events of {topic} are before it"
 
 

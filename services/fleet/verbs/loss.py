@@ -112,7 +112,7 @@ def _open(body: dict[str, Any]) -> str:
     if not names:
         return "all minutes are final"
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return f"some minutes are not final for {shown} yet: events that have not arrived there are not counted as missing"
+    return f"minutes that are not final for {shown} yet do not count: their missing events may still arrive"
 
 
 def _print_gaps(body: dict[str, Any]) -> None:

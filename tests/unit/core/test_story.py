@@ -226,7 +226,13 @@ async def test_each_outcome_is_told(history: History) -> None:
     told = await billing_of(history, "lost")
     assert (told.state, "is missing" in told.now) == ("unknown", True)
     told = await billing_of(history, "unread")
-    assert (told.state, told.now) == ("not_read", "not delivered yet; its group is at it in orders")
+    assert (told.state, told.now) == (
+        "not_read",
+        (
+            "not delivered yet; it is the first event of orders that is not settled: it is tried now, or waits for its "
+            "next attempt"
+        ),
+    )
     assert "1 event of orders is before it" in (await billing_of(history, "last")).now
 
 

@@ -176,8 +176,9 @@ def test_the_command_line_shows_a_table(monkeypatch: pytest.MonkeyPatch) -> None
     assert shown.exit_code == 0, shown.output
     assert "20.00%" in shown.output
     assert (
-        "2 of 10 events are missing in 1 minute of late; some minutes are not final for slow yet: "
-        "events that have not arrived there are not counted as missing" in " ".join(shown.output.split())
+        "2 of 10 events are missing in 1 minute of late; "
+        "minutes that are not final for slow yet do not count: their missing events may still arrive"
+        in " ".join(shown.output.split())
     )
     assert minute in shown.output
     assert "settled" in shown.output
