@@ -145,7 +145,8 @@ class Membership:
         self._stuck: set[TopicPartition] = set()
         """Partitions in which records are missing."""
         self._revoked: set[TopicPartition] = set()
-        """Partitions revoked since the last poll returned."""
+        """Partitions that are being revoked, or were since the last poll returned."""
+        self._being_revoked: set[TopicPartition] = set()
         self._shown: set[TopicPartition] = set()
         """Partitions whose lag is a metric."""
 
@@ -204,12 +205,14 @@ class Membership:
     async def revoke(self, partitions: frozenset[TopicPartition]) -> None:
         """`contract.OnRevoke`, as the class says."""
         self._revoked |= partitions
+        self._being_revoked |= partitions
         try:
             await self._processor.drain_partitions(partitions, REVOKE_WAIT_S)
             if self._consumer is not None:
                 await self._try_commit(REVOKE_WAIT_S if self._leaving else COMMIT_WAIT_S)
         finally:  # also when the backend cancels this: the rest would block the partitions when they come back
             self._disown(partitions)
+            self._being_revoked -= partitions
             if self._stuck and self._stuck <= partitions and not self._leaving:
                 self._set_up(True)
             self._stuck -= partitions
@@ -241,7 +244,7 @@ class Membership:
                 await asyncio.sleep(_POLL_ERROR_WAIT_S)
                 continue
             is_failing = False
-            self._revoked.clear()
+            self._revoked = set(self._being_revoked)  # a poll that began before may return records of these
             await processor.prepare({batch.source for batch in batches}, consumer.assignment())
             for batch in batches:  # in one turn of the event loop: nothing is revoked between this check and `accept`
                 if batch.source in self._revoked or not processor.reads(batch.topic):

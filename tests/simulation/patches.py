@@ -62,6 +62,9 @@ _BY_NAME = (
 )
 """aiokafka's own fetch requests: topics by their names, and partitions whose position is not known yet."""
 
+_ONE_NODE = Change("services/core/broker/kafka/cluster.py", "_ASKED = 3\n", "_ASKED = 1\n")
+"""Decisions believe one node, whichever it is."""
+
 PATCHES = (
     Patch(
         "doubt-forgotten",
@@ -319,7 +322,7 @@ PATCHES = (
             Change(
                 "services/core/broker/kafka/consumer.py",
                 "if before is not None and now and now[0][1] != before[1]:",
-                "if before is None and now and now[0][1] != before[1]:",
+                "if before is not None and now and now[0][1] < 0:",
             ),
         ),
         needs=frozenset({"readers", "kafka", "unclean"}),
@@ -349,8 +352,8 @@ PATCHES = (
         (
             Change(
                 "services/core/broker/kafka/offsets.py",
-                "    if ids is not None:\n        topics: defaultdict",
-                "    if ids is None:\n        topics: defaultdict",
+                "    if ids is not None:\n        led: defaultdict",
+                "    if ids is None:\n        led: defaultdict",
             ),
             Change(
                 "services/core/broker/kafka/offsets.py",
@@ -362,6 +365,7 @@ PATCHES = (
                 "if topic not in found or found[topic].id != wanted:",
                 "if wanted:",
             ),
+            _ONE_NODE,
         ),
         needs=frozenset({"readers", "kafka", "isolate"}),
     ),
@@ -493,6 +497,7 @@ PATCHES = (
                 "    if not epochs:\n        return\n    async for states in",
                 "    if epochs or not epochs:\n        return\n    async for states in",
             ),
+            _ONE_NODE,
         ),
         needs=frozenset({"readers", "kafka", "subject: depose"}),
     ),
@@ -561,6 +566,18 @@ PATCHES = (
             ),
         ),
         needs=frozenset({"readers", "kafka", "subject: odd"}),
+    ),
+    Patch(
+        "accepted-when-revoked",
+        "what a poll returns while its partition is revoked is accepted, and settled under the next ownership",
+        (
+            Change(
+                "services/core/consuming.py",
+                "            self._revoked = set(self._being_revoked)",
+                "            self._revoked.clear()",
+            ),
+        ),
+        needs=frozenset({"readers", "kafka"}),
     ),
     Patch(
         "failures-untold",

@@ -119,6 +119,10 @@ class GroupModel:
             )
         }
 
+    async def describe_agreed(self, topics: Sequence[str]) -> dict[str, TopicState]:
+        """As `Cluster.describe_agreed`."""
+        return await self.describe(topics)
+
     async def describe_by_node(self, topics: Sequence[str]) -> AsyncGenerator[dict[str, TopicState], None]:
         """As `Cluster.describe_by_node`, of one node."""
         yield await self.describe(topics)

@@ -19,7 +19,7 @@ from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.protocol.admin import ApiVersionRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
-from services.core.broker.kafka.aiokafka_internals import _create_connection, _write_request
+from services.core.broker.kafka.aiokafka_client import _create_connection, _write_request
 
 _READ = {
     AIOKafkaConsumer.start: "2f1ba7044332",
@@ -50,7 +50,7 @@ _READ = {
 
 @pytest.mark.parametrize("part", _READ, ids=lambda part: part.__qualname__)
 def test_a_part_of_aiokafka_is_the_one_that_was_read(part: Callable[..., Any]) -> None:
-    """If it fails, aiokafka changed a part that `aiokafka_internals` uses: read it, then write its new digest here."""
+    """If it fails, aiokafka changed a part that our code uses: read it, then write its new digest here."""
     digest = hashlib.sha256(inspect.getsource(part).encode()).hexdigest()[:12]
     assert digest == _READ[part], f"{part.__qualname__} of aiokafka {version('aiokafka')}: {digest}"
 

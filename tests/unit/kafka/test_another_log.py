@@ -7,10 +7,10 @@ from typing import Any, cast
 from uuid import UUID
 
 import pytest
-from aiokafka.errors import OffsetOutOfRangeError
+from aiokafka.errors import CorruptRecordException, OffsetOutOfRangeError
 from aiokafka.structs import TopicPartition as KafkaPartition
 
-from services.core.broker.errors import NotOwner
+from services.core.broker.errors import NotOwner, Unavailable
 from services.core.broker.kafka.aiokafka_internals import FetchBudget, generation_of
 from services.core.broker.kafka.assignment import Assignment
 from services.core.broker.kafka.cluster import Cluster
@@ -186,6 +186,17 @@ async def test_a_pause_ends_when_the_topic_is_made_anew() -> None:
     reader.consumer._checked_at = float("-inf")
     assert await reader.read() == [0, 1, 2]
     assert reader.revoked == [{_SOURCE}]
+
+
+async def test_a_node_that_knows_a_deleted_topic_says_nothing_of_the_new_one() -> None:
+    """If it fails, lag, and where damage is, are those of a topic that was deleted: its node answers by the name."""
+    reader = Reader()
+    await reader.join()
+    reader.group.stale_id = "another"
+    with pytest.raises(Unavailable):
+        await reader.consumer.lag()
+    with pytest.raises(Unavailable):
+        await reader.consumer._examine(CorruptRecordException("checksum mismatch"))
 
 
 async def test_an_offset_that_was_not_asked_for_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,7 @@ class Client:
         self.meanwhile: list[Awaitable[None]] = []
         monkeypatch.setattr(consumer_module, "find_damage", self._find)
 
-    async def _find(self, _cluster: object, _positions: object) -> dict[TopicPartition, Damaged]:
+    async def _find(self, _cluster: object, _positions: object, _ids: object) -> dict[TopicPartition, Damaged]:
         for event in self.meanwhile:
             await event
         return self.found

@@ -44,7 +44,7 @@ class Stored:
         for record in records:
             self.add(record.key or b"", record.value or b"")
 
-    async def describe(self, _topics: Iterable[str]) -> dict[str, TopicState]:
+    async def describe_agreed(self, _topics: Iterable[str]) -> dict[str, TopicState]:
         return {GROUPS: TopicState({}, internal=False, id=self.id)} if self.id else {}
 
     async def read(self, _cluster: Any, _source: Any, _leader: int, offset: int, **_: Any) -> Fetched:

@@ -2,12 +2,22 @@
 
 import random
 import struct
+from collections.abc import Collection
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.record.util import calc_crc32c
 
+from services.core.broker.errors import DataDamaged, Unavailable
+from services.core.broker.kafka import reader
+from services.core.broker.kafka.offsets import Fetched
+from services.core.broker.kafka.reader import find_damage
 from services.core.broker.kafka.record_batch import Unreadable, find_unreadable, first_offset
+from services.core.broker.record import TopicPartition
+
+if TYPE_CHECKING:
+    from services.core.broker.kafka.cluster import Cluster
 
 _BASE, _LENGTH, _MAGIC, _CRC, _ATTRIBUTES, _LAST_DELTA, _COUNT = 0, 8, 16, 17, 21, 23, 57
 
@@ -32,6 +42,30 @@ def flip(data: bytearray, at: int, bit: int = 0) -> bytearray:
 
 def find(*batches: bytes | bytearray, position: int = 0) -> Unreadable | None:
     return find_unreadable(b"".join(batches), position)
+
+
+async def test_a_partition_without_a_leader_hides_no_damage_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, one partition that cannot be asked holds up all partitions of a member that meets damage."""
+    away, damaged, intact = (TopicPartition("t", number) for number in range(3))
+
+    async def leaders(_cluster: object, sources: Collection[TopicPartition], *_: object) -> dict[TopicPartition, int]:
+        if away in sources:
+            raise Unavailable("t[0] has no leader now")
+        return dict.fromkeys(sources, 1)
+
+    async def fetch(_cluster: object, source: TopicPartition, *_: object, **__: object) -> Fetched:
+        if source == damaged:
+            raise DataDamaged("t", ((1, 5, 5),), "zeros")
+        return Fetched(bytes(make_batch(0)))
+
+    monkeypatch.setattr(reader, "leaders_of", leaders)
+    monkeypatch.setattr(reader, "fetch", fetch)
+    cluster = cast("Cluster", None)
+    found = await find_damage(cluster, {away: 5, damaged: 5, intact: 0})
+    assert found.keys() == {damaged}
+    assert found[damaged].is_next
+    with pytest.raises(Unavailable, match="no leader"):
+        await find_damage(cluster, {away: 5, intact: 0})
 
 
 def test_intact_batches_pass() -> None:

@@ -176,5 +176,5 @@ def access_by(path: Path | None) -> Access | None:
 
 
 def client_settings(access: Access | None) -> dict[str, Any]:
-    """For aiokafka's clients, which pass the context on to `create_conn` (`aiokafka_internals`)."""
+    """For aiokafka's clients, which pass the context on to `create_conn` (`aiokafka_client`)."""
     return {} if access is None else {"security_protocol": "SSL", "ssl_context": access}

@@ -1,25 +1,22 @@
-"""Every use of private parts of aiokafka: of its consumer, fetcher, group coordinator, connections and metadata requests.
+"""Every use of private parts of aiokafka's consumer, fetcher and group coordinator; `aiokafka_client` has those of its client.
 
 `tests/unit/kafka/test_aiokafka_internals.py` fails when a new version of aiokafka changes one of these parts.
 """
 
 import asyncio
-import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import aiokafka.client
 import structlog
 from aiokafka import AIOKafkaConsumer
 from aiokafka import errors as kafka
-from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.consumer.fetcher import Fetcher, FetchResult
 from aiokafka.protocol.commit import OffsetCommitRequest
-from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.structs import TopicPartition as KafkaPartition
 
-from services.core.broker.kafka.access import Access, client_settings
+from services.core.broker.kafka.access import client_settings
+from services.core.broker.kafka.aiokafka_client import forget_renewal, renewal_of
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.error_codes import CORRUPT, FENCED, raise_for
 from services.core.broker.kafka.eviction import client_id, name_process
@@ -30,53 +27,6 @@ from services.core.broker.record import TopicPartition
 
 log = structlog.get_logger()
 
-
-def _ask_without_creating(topics: Sequence[str] | None = None) -> MetadataRequest:
-    """aiokafka's client asks for metadata with `allow_auto_topic_creation`: a reader of a topic that was just deleted would
-    create the topic again, empty. There is no setting for it, so aiokafka's module gets this instead."""
-    return MetadataRequest(None if topics is None else list(topics), allow_auto_topic_creation=False)
-
-
-aiokafka.client.MetadataRequest = _ask_without_creating
-
-_write_request = AIOKafkaConnection.send
-
-
-def _send_if_open(connection: Any, request: Any, expect_response: bool = True) -> Any:
-    """As aiokafka's `AIOKafkaConnection.send`, but a connection that the broker has closed is a KafkaConnectionError.
-
-    asyncio accepts bytes for a closed connection. uvloop raises RuntimeError, which aiokafka expects nowhere
-    (aio-libs/aiokafka#1038): it ends the task that renews the client's metadata. Then nothing finds a coordinator or a new
-    leader, and the member waits for ever.
-    """
-    writer = connection._writer
-    if writer is not None and writer.transport.is_closing():
-        connection.close(reason=CloseReason.CONNECTION_BROKEN)
-    return _write_request(connection, request, expect_response)
-
-
-AIOKafkaConnection.send = _send_if_open
-
-logging.getLogger("aiokafka.conn").setLevel(
-    logging.CRITICAL
-)  # at DEBUG it logs each request, also those with a password
-
-_create_connection = aiokafka.client.create_conn
-
-
-async def _connect_with_access(host: str, port: int, *, ssl_context: Any = None, **settings: Any) -> Any:
-    """aiokafka passes on to its connections the login of the time when the client was made. Here the `Access` that takes the
-    place of the TLS context opens each connection with the login as it is now."""
-    if not isinstance(ssl_context, Access):
-        return await _create_connection(host, port, ssl_context=ssl_context, **settings)
-
-    async def connect(**login: Any) -> Any:
-        return await _create_connection(host, port, **(settings | login))
-
-    return await ssl_context.open(connect, host, port)
-
-
-aiokafka.client.create_conn = _connect_with_access
 
 # The fetcher: a limit of its memory, the leader epochs of the fetched records, and requests that name topics by their ids.
 #
@@ -143,7 +93,7 @@ class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
     ) -> Any:
         """As aiokafka's, but the first that came, about POLL_BYTES at most. Raises KafkaError when a task has ended without which
         nothing comes any more: aiokafka tells nobody (aio-libs/aiokafka#983)."""
-        for name, task in (("fetcher", self._fetch_task), ("metadata", self._client._sync_task)):
+        for name, task in (("fetcher", self._fetch_task), ("metadata", renewal_of(self._client))):
             if task is not None and task.done() and not self._closed:
                 raise kafka.KafkaError(f"aiokafka's task has ended: {name}") from task.exception()
         if not self._records and timeout:
@@ -283,9 +233,7 @@ async def _bound(client: AIOKafkaConsumer, budget: FetchBudget) -> None:
 async def disconnect(client: AIOKafkaConsumer) -> None:
     """Leave the group and close the connections, within seconds. When the group rebalances for longer, or the broker is away,
     only the connections are closed; the group notices by the missing heartbeats."""
-    renewing = client._client._sync_task
-    if renewing is not None and renewing.done():
-        client._client._sync_task = None  # else its error is raised before the connections are closed
+    forget_renewal(client._client)
     try:
         async with asyncio.timeout(_STOP_SECONDS):
             await client.stop()

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from aiokafka.protocol.coordination import FindCoordinatorRequest
 
 from services.core.broker.errors import AccessRefused, BrokerClosed, Unavailable
 from services.core.broker.kafka.access import Access, client_settings
+from services.core.broker.kafka.aiokafka_client import restart_renewal
 from services.core.broker.kafka.error_codes import UNKNOWN_TOPIC, bounded, raise_for
 from services.core.broker.kafka.protocol import DescribeTopicsRequest
 
@@ -45,6 +47,9 @@ class Timing:
 _CLOSE_SECONDS = 5.0
 _METADATA_PAUSE = 0.05
 _SELDOM = 300.0
+_ASKED = 3
+_OPINION_S = 1.0
+"""How long a decision waits for another node's answer when it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +94,13 @@ class Cluster:
         self._connecting = asyncio.Lock()
         self._closed = False
         self._tracked: set[str] = set()
+        self._ended = 0
+        """How often the task ended that renews the client's metadata."""
 
     async def client(self) -> AIOKafkaClient:
         """The connected client. Raises Unavailable, BrokerClosed."""
         if self._client is not None:
+            self._go_on_renewing(self._client)
             return self._client
         async with self._connecting:
             if self._closed:
@@ -100,6 +108,19 @@ class Cluster:
             if self._client is None:
                 self._client = await self._connect()
         return self._client
+
+    def _go_on_renewing(self, client: AIOKafkaClient) -> None:
+        if (error := restart_renewal(client)) is None:
+            return
+        self._ended += 1
+        if self._ended & (self._ended - 1) == 0:  # the 1st, 2nd, 4th and so on
+            log.error(
+                "kafka_metadata_task_ended",
+                client=self._name,
+                error=repr(error),
+                times=self._ended,
+                hint="aiokafka met an error that it does not expect while it asked for new leaders; it was started again",
+            )
 
     async def _connect(self) -> AIOKafkaClient:
         client = AIOKafkaClient(
@@ -177,6 +198,36 @@ class Cluster:
                 break
         return found
 
+    async def describe_agreed(self, topics: Sequence[str]) -> dict[str, TopicState]:
+        """As `describe`, as most of three nodes know it, with the newest leader that any of them knows. Where a position or a
+        commit depends on the answer: a node that hears no news still knows a topic that was deleted, and leaders that were
+        replaced. Raises Unavailable, also when as many nodes know one topic of a name as another.
+
+        A node that is slow is waited for while fewer than two have answered, and `_OPINION_S` longer.
+        """
+        client = await self.client()
+        nodes = [broker.nodeId for broker in client.cluster.brokers()]
+        asked = random.sample(nodes, min(_ASKED, len(nodes)))
+        request = DescribeTopicsRequest(topics)
+        pending = {asyncio.create_task(self._ask_if_ready(client, node, request)) for node in asked}
+        found: list[dict[str, TopicState]] = []
+        try:
+            async with self.bounded("metadata", self.timing.request + 1):
+                while pending and not _is_agreed(found, topics, len(asked)):
+                    wait = _OPINION_S if found else None
+                    done, pending = await asyncio.wait(pending, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+                    if not done:
+                        break
+                    found += [_states(answer) for task in done if (answer := task.result()) is not None]
+        finally:
+            for task in pending:
+                task.cancel()
+        if not found:
+            raise self.explain(Unavailable(f"none of Kafka's nodes can be reached, {self.bootstrap}"))
+        return {
+            topic: _newest(topic, known) for topic in topics if (known := [one[topic] for one in found if topic in one])
+        }
+
     async def describe_at(self, node: int, topics: Sequence[str]) -> dict[str, TopicState]:
         """As `describe`, as this node knows them. Raises Unavailable."""
         return _states(await self.ask(node, DescribeTopicsRequest(topics)))
@@ -216,6 +267,26 @@ class Cluster:
                 await asyncio.sleep(_METADATA_PAUSE)
                 await client.force_metadata_update()
         return True
+
+
+def _is_agreed(found: Sequence[dict[str, TopicState]], topics: Sequence[str], asked: int) -> bool:
+    """Whether more than half of the nodes have answered, and as many know the same topic of each name."""
+    votes = [Counter(one[topic].id for one in found if topic in one) for topic in topics]
+    return len(found) > asked // 2 and all(max(each.values(), default=0) > asked // 2 for each in votes)
+
+
+def _newest(topic: str, known: Sequence[TopicState]) -> TopicState:
+    """The topic that most nodes know, each partition as the one with the newest leader knows it."""
+    (first, most), *others = Counter(state.id for state in known).most_common()
+    if others and others[0][1] == most:
+        raise Unavailable(f"Kafka's nodes know different topics {topic!r}")
+    states = [state for state in known if state.id == first]
+    partitions: dict[int, PartitionState] = {}
+    for state in states:
+        for number, held in state.partitions.items():
+            if number not in partitions or held.epoch > partitions[number].epoch:
+                partitions[number] = held
+    return TopicState(partitions, states[0].internal, first)
 
 
 def _states(answer: Any) -> dict[str, TopicState]:

@@ -243,7 +243,7 @@ class KafkaConsumer:
         fetched: as in `find_cuts`."""
         own = self._own
         lives = {source: own.metadata[source].topic for source in own.owned - own.unpositioned}
-        topics = await self._cluster.describe(sorted({source.topic for source in lives})) if lives else {}
+        topics = await self._cluster.describe_agreed(sorted({source.topic for source in lives})) if lives else {}
         anew = {source for source, read in lives.items() if source.topic in topics and topics[source.topic].id != read}
         if anew:
             return anew  # not lost if a suspect's leader cannot be asked; suspects are read again, and asked about then
@@ -346,7 +346,8 @@ class KafkaConsumer:
         positions = {source: own.next_read[source] for source in own.owned - own.unpositioned - own.failed.keys()}
         for source, offset in positions.items():
             self._client.seek(KafkaPartition(*source), offset)
-        found = await find_damage(self._cluster, positions)
+        ids = {source.topic: own.metadata[source].topic for source in positions}
+        found = await find_damage(self._cluster, positions, ids)
         for source, damaged in found.items():
             if own.next_read.get(source) != positions[source]:
                 continue  # revoked meanwhile; its owner will find the damage
@@ -458,4 +459,7 @@ class KafkaConsumer:
         """As in the contract; about two requests per leading node, and a small read per lagging partition that moved."""
         if self._own.unpositioned:
             await self._position()
-        return await self._lag.measure(dict(self._own.next_commit))
+        own = self._own
+        return await self._lag.measure(
+            dict(own.next_commit), {source.topic: own.metadata[source].topic for source in own.next_commit}
+        )

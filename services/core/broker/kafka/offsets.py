@@ -92,10 +92,12 @@ async def leaders_of(
 ) -> dict[TopicPartition, int]:
     """The leading node of each. Raises UnknownTopic, and Unavailable when one has none, or is not known.
 
-    ids: if given, Unavailable as well when a leader does not know a topic by its id. A node that hears no news still leads the
-    partitions of a topic that was deleted and created again, and would answer for the deleted one.
+    ids: if given, the leaders are those that most nodes agree on, and Unavailable is raised as well when a leader does not know a
+    topic by its id. A node that hears no news still leads the partitions of a topic that was deleted and created again, and would
+    answer for the deleted one.
     """
-    states = await cluster.describe(sorted({source.topic for source in sources}))
+    topics = sorted({source.topic for source in sources})
+    states = await (cluster.describe(topics) if ids is None else cluster.describe_agreed(topics))
     leaders = {}
     for source in sources:
         state = states.get(source.topic)
@@ -107,11 +109,11 @@ async def leaders_of(
         if leaders[source] < 0:
             raise Unavailable(f"{source.topic}[{source.partition}] has no leader now")
     if ids is not None:
-        topics: defaultdict[int, set[str]] = defaultdict(set)
+        led: defaultdict[int, set[str]] = defaultdict(set)
         for source, node in leaders.items():
-            topics[node].add(source.topic)
+            led[node].add(source.topic)
         await asyncio.gather(
-            *(_confirm(cluster, node, {name: ids[name] for name in names}) for node, names in topics.items())
+            *(_confirm(cluster, node, {name: ids[name] for name in names}) for node, names in led.items())
         )
     return leaders
 
@@ -203,7 +205,7 @@ async def fetch_committed(
 async def fetch_positions(cluster: Cluster, group: str, topic: str) -> dict[TopicPartition, int]:
     """The next offset to read by partition of the topic that has the name now; absent without a commit. Raises UnknownTopic."""
     sources = await partitions_of(cluster, [topic])
-    now = (await cluster.describe([topic]))[topic].id
+    now = (await cluster.describe_agreed([topic]))[topic].id
     found = await fetch_committed(cluster, group, sources)
     return {source: stored.position for source, stored in found.items() if stored.metadata.topic in ("", now)}
 
@@ -214,7 +216,7 @@ async def commit_without_member(cluster: Cluster, group: str, topic: str, positi
     sources = await partitions_of(cluster, [topic])
     if unknown := positions.keys() - {source.partition for source in sources}:
         raise UnknownTopic(f"{topic} has no partitions {sorted(unknown)}")
-    now = (await cluster.describe([topic]))[topic].id
+    now = (await cluster.describe_agreed([topic]))[topic].id
     stored = await fetch_committed(cluster, group, sources)
     counts = [
         row.metadata.partitions
@@ -232,7 +234,7 @@ async def copy_positions(cluster: Cluster, group: str, to: str, topic: str) -> b
     Raises as `commit_without_member`.
     """
     sources = await partitions_of(cluster, [topic])
-    now = (await cluster.describe([topic]))[topic].id
+    now = (await cluster.describe_agreed([topic]))[topic].id
     theirs, own = [
         {source: row for source, row in found.items() if row.metadata.topic in ("", now)}
         for found in [await fetch_committed(cluster, each, sources) for each in (group, to)]
@@ -329,14 +331,16 @@ class LagMeter:
         self._cluster = cluster
         self._times: dict[TopicPartition, tuple[int, int | None]] = {}
 
-    async def measure(self, positions: Mapping[TopicPartition, int]) -> dict[TopicPartition, Lag]:
+    async def measure(
+        self, positions: Mapping[TopicPartition, int], ids: Ids | None = None
+    ) -> dict[TopicPartition, Lag]:
         """Lag by partition, counted from the next offset to process. Raises UnknownTopic, Unavailable."""
         if not positions:
             return {}
-        end = await ends(self._cluster, positions)
+        end = await ends(self._cluster, positions, ids)
         behind = {source: offset for source, offset in positions.items() if offset < end[source]}
         if unknown := {source: offset for source, offset in behind.items() if not self._is_known(source, offset)}:
-            await self._find_times(unknown)
+            await self._find_times(unknown, ids)
         now = time.time_ns() // 1_000_000
         lags = dict.fromkeys(positions, _NO_LAG)
         for source, offset in behind.items():
@@ -349,10 +353,10 @@ class LagMeter:
         at, time_of_it = self._times.get(source, (-1, None))
         return at == offset and time_of_it is not None
 
-    async def _find_times(self, positions: Mapping[TopicPartition, int]) -> None:
+    async def _find_times(self, positions: Mapping[TopicPartition, int], ids: Ids | None) -> None:
         """If the position itself has expired, the oldest stored record counts."""
-        leaders = await leaders_of(self._cluster, positions)
-        kept = await list_offsets(self._cluster, dict.fromkeys(positions, EARLIEST))
+        leaders = await leaders_of(self._cluster, positions, ids)
+        kept = await list_offsets(self._cluster, dict.fromkeys(positions, EARLIEST), ids)
         reads = [
             _time_or_now(self._cluster, source, leaders[source], max(offset, kept[source]))
             for source, offset in positions.items()

@@ -113,15 +113,16 @@ class GroupStarts:
         return bool(rows)
 
     async def _read_on(self) -> None:
-        state = (await self._cluster.describe([self._name])).get(self._name)
+        state = (await self._cluster.describe_agreed([self._name])).get(self._name)
         found = "" if state is None else state.id
         if found != self._topic:
             self._topic, self._next, self._known = found, 0, {}
         if not found:
             return
-        end = (await ends(self._cluster, [self._source]))[self._source]
+        ids = {self._name: found}  # a node that hears no news would not know where other groups have begun
+        end = (await ends(self._cluster, [self._source], ids))[self._source]
         while self._next < end:
-            first = (await list_offsets(self._cluster, {self._source: EARLIEST}))[self._source]
+            first = (await list_offsets(self._cluster, {self._source: EARLIEST}, ids))[self._source]
             try:
                 batch = await read_at(self._cluster, self._source, max(first, self._next), _PAGE)
             except DataDamaged as error:
@@ -180,7 +181,7 @@ async def find_positions(
     partitions each topic had when the group dealt them out; one that was added since is nobody's yet, and new. Raises
     UnknownTopic, Unavailable."""
     topics = sorted({source.topic for source in sources})
-    states = await cluster.describe(topics)
+    states = await cluster.describe_agreed(topics)
     if missing := set(topics) - states.keys():
         raise UnknownTopic(f"Kafka has no topic {min(missing)!r}. Try: declare it under `streams:` in the pipe file")
     for topic, number in sources:
