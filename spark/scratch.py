@@ -7,7 +7,9 @@ process that was killed. Each process has a folder and a lock of its own: it rem
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,13 +20,17 @@ log = structlog.get_logger()
 
 _LOCK = "lock"
 _PREFIX = "spark-"
+_TEMPORARY = "penstock-spark-"
+"""In the temporary folder of the system."""
+_NEW_S = 60.0
+"""A younger folder there may not be locked yet."""
 
 
 class Scratch:
     """The folder of this process, in `scratch/` of the data folder. Removes those of processes that have ended.
 
     Where the data folder cannot be written (the checkpoints may be in an object store), it is in the temporary folder of the
-    system, and only `remove` removes it. Raises OSError when that cannot be written either.
+    system. Raises OSError when that cannot be written either.
     """
 
     def __init__(self, data: Path) -> None:
@@ -37,7 +43,9 @@ class Scratch:
                 self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
                 self._lock = _acquire(self.folder, wait=False)
         except OSError as error:
-            self.folder = Path(tempfile.mkdtemp(prefix="penstock-scratch-"))
+            _remove_abandoned(Path(tempfile.gettempdir()), _TEMPORARY, _NEW_S)
+            self.folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
+            self._lock = _acquire(self.folder, wait=False)
             log.info("scratch_in_temporary_folder", folder=str(self.folder), reason=str(error))
 
     def remove(self) -> None:
@@ -48,10 +56,15 @@ class Scratch:
             self._lock = None
 
 
-def _remove_abandoned(root: Path) -> None:
+def _remove_abandoned(root: Path, prefix: str = _PREFIX, min_age_s: float = 0.0) -> None:
     """Folders that cannot be removed now are tried again at the next start."""
-    for folder in root.glob(f"{_PREFIX}*"):
+    for folder in root.glob(f"{prefix}*"):
         try:
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():  # anybody may put a link there
+                continue
+            if found.st_mtime > time.time() - min_age_s:
+                continue
             lock = _acquire(folder, wait=False)
         except OSError:  # its process runs, or another user owns it
             continue

@@ -21,6 +21,8 @@ from services.core.group_control import GroupControl
 from services.core.lifecycle import Supervision, wait_for_stop
 from services.core.management import serve_management
 from services.core.pauses import NOT_READ, Pauses
+from services.core.pipes import load_pipes as load_pipe_file
+from services.core.rights import rights_of
 from services.core.startup import open_when_reachable
 from services.core.yaml_source import BadConfiguration, Problem
 from spark.brokers.contract import SparkBroker, open_spark_broker
@@ -243,7 +245,8 @@ async def _open_control(
     Raises BadConfiguration and DataDamaged.
     """
     stopping = supervision.stopping
-    opened = await open_when_reachable(stack, settings.broker, stopping, on_wait=health.record_waiting)
+    rights = rights_of("transform", await asyncio.to_thread(load_pipe_file, settings.pipes))
+    opened = await open_when_reachable(stack, settings.broker, stopping, rights=rights, on_wait=health.record_waiting)
     if opened is None:
         return None
     pauses = Pauses(opened.reader)

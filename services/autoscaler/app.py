@@ -21,6 +21,7 @@ from services.core.broker.contract import Broker
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.pipes import load_pipes
+from services.core.rights import rights_of
 from services.core.startup import Readiness, open_when_reachable
 from services.core.topic_names import event_topics
 from services.core.yaml_source import BadConfiguration, Problem
@@ -38,7 +39,12 @@ async def start(settings: AutoscalerSettings, supervision: Supervision) -> None:
         running = []
         if settings.groups:
             running.append(supervision.run(_scale_groups(settings, topics, stopping), "groups"))
-        broker = await open_when_reachable(stack, settings.broker, stopping, on_wait=readiness.set_reason)
+        rights = []
+        if settings.broker.startswith("kafka:"):
+            rights = rights_of("autoscaler", await asyncio.to_thread(load_pipes, settings.pipes))
+        broker = await open_when_reachable(
+            stack, settings.broker, stopping, rights=rights, on_wait=readiness.set_reason
+        )
         if broker is not None:
             readiness.reason = None
             topics.attach(broker)

@@ -3,6 +3,7 @@
 They are in files or environment variables, never in the pipe file. The files are watched: a rotation needs no restart.
 """
 
+import base64
 import hashlib
 import re
 import ssl
@@ -30,7 +31,7 @@ _MAX_CERTIFICATES = 1_000_000
 """Bytes. The bundle of all public authorities has 200 kB."""
 _VALUE = re.compile(r"[!-~](?:[\t -~]*[!-~])?")
 _PEM_CERTIFICATE = re.compile(
-    rb"-----BEGIN (?:TRUSTED )?CERTIFICATE-----.+?-----END (?:TRUSTED )?CERTIFICATE-----", re.DOTALL
+    r"-----BEGIN (TRUSTED )?CERTIFICATE-----(.+?)-----END (?:TRUSTED )?CERTIFICATE-----", re.DOTALL
 )
 _STALE = "requests carry the old content. Try: correct the file, or restart the service"
 
@@ -95,16 +96,36 @@ def read_pem(path: Path, *, private: bool) -> bytes:
         raise BadCredential(f"{path} {error}") from None
 
 
+def read_certificates(path: Path) -> str:
+    """Those of a file in PEM form, in the one form that everybody reads. Blocking. Raises BadCredential."""
+    text = read_pem(path, private=False).decode("ascii", errors="replace")
+    found = [_drop_trust(each[2], path) if each[1] else each[0] for each in _PEM_CERTIFICATE.finditer(text)]
+    if not found:
+        raise BadCredential(f"{path} has no certificate in PEM form")
+    return "\n".join(found)
+
+
+def _drop_trust(content: str, path: Path) -> str:
+    """OpenSSL's form `TRUSTED CERTIFICATE` has the certificate, and behind it what it is trusted for. Java and Python do not know
+    it."""
+    try:
+        data = base64.b64decode(content)
+        extra = data[1] & 127 if data[1] > 127 else 0  # bytes of the length (X.690, 8.1.3)
+    except (ValueError, IndexError):
+        raise BadCredential(f"{path} has a certificate that cannot be read") from None
+    length = int.from_bytes(data[2 : 2 + extra], "big") if extra else data[1]
+    encoded = base64.encodebytes(data[: 2 + extra + length]).decode()
+    return f"-----BEGIN CERTIFICATE-----\n{encoded}-----END CERTIFICATE-----"
+
+
 def _make_context(tls: Tls, folder: Path) -> ssl.SSLContext:
     if tls.ca is None:
         context = ssl.create_default_context()
     else:
         path = folder / tls.ca
-        found = _PEM_CERTIFICATE.findall(read_pem(path, private=False))
-        if not found:
-            raise BadCredential(f"{path} has no certificate in PEM form")
+        found = read_certificates(path)
         try:
-            context = ssl.create_default_context(cadata=b"\n".join(found).decode("ascii", errors="replace"))
+            context = ssl.create_default_context(cadata=found)
         except (ssl.SSLError, ValueError):
             raise BadCredential(f"{path} has a certificate that cannot be read") from None
     if tls.certificate is not None:

@@ -22,7 +22,7 @@ from pydantic import Field, field_validator, model_validator
 
 from services.core.credentials import BadCredential, digest_files, expiries_of, read_tls, read_value
 from services.core.metrics import CERTIFICATE_EXPIRY
-from services.core.pipe_webhook import Secret, StrictModel, Tls
+from services.core.pipe_webhook import OAuth, Secret, StrictModel, Tls
 from services.core.yaml_source import BadConfiguration, load_yaml, validate_document
 
 OPTION = "security"
@@ -32,22 +32,45 @@ _LIMIT_S = 2.0
 """A disk that does not answer must not hold up the other metrics."""
 Protocol = Literal["SSL", "SASL_PLAINTEXT", "SASL_SSL"]
 """Kafka's `security.protocol`."""
-Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
+Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER", "AWS_MSK_IAM"]
+"""AWS_MSK_IAM is ours: on the wire it is OAUTHBEARER, with a token that AWS's credentials sign."""
+_REGION = r"[a-z]{2}(-[a-z]+)+-[0-9]+"
 
 
 class Sasl(StrictModel):
-    """The login. PLAIN sends the password itself, so it needs TLS."""
+    """The login: with user and password, with `oauth`, or with `region`, as the mechanism has it."""
 
     mechanism: Mechanism = Field(description="As the cluster's listener has it.")
-    user: str = Field(min_length=1, max_length=500, description="The name of the user.", examples=["penstock"])
-    password: Secret = Field(description="The place of the password.", examples=[{"file": "kafka.password"}])
+    user: str | None = Field(
+        None, min_length=1, max_length=500, description="The name of the user.", examples=["penstock"]
+    )
+    password: Secret | None = Field(
+        None, description="The place of the password.", examples=[{"file": "kafka.password"}]
+    )
+    oauth: OAuth | None = Field(None, description="OAUTHBEARER: the token server and our client there.")
+    region: str | None = Field(
+        None, pattern=_REGION, description="AWS_MSK_IAM: the region of the cluster.", examples=["eu-west-1"]
+    )
 
     @field_validator("user")
     @classmethod
-    def _one_line(cls, user: str) -> str:
-        if not user.isprintable():
+    def _one_line(cls, user: str | None) -> str | None:
+        if user is not None and not user.isprintable():
             raise ValueError("one line of printable characters is needed")
         return user
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        needed = {"OAUTHBEARER": {"oauth"}, "AWS_MSK_IAM": {"region"}}.get(self.mechanism, {"user", "password"})
+        given = {name for name in ("user", "password", "oauth", "region") if getattr(self, name) is not None}
+        if given != needed:
+            raise ValueError(f"{self.mechanism} needs {' and '.join(sorted(needed))}, and nothing else")
+        return self
+
+    @property
+    def secret(self) -> Secret | None:
+        """The place of the password, or of our secret at the token server. None: AWS's credentials."""
+        return self.password if self.oauth is None else self.oauth.client_secret
 
 
 class KafkaSecurity(StrictModel):
@@ -62,8 +85,9 @@ class KafkaSecurity(StrictModel):
     def _safe(self) -> Self:
         if self.tls is None and self.sasl is None:
             raise ValueError("tls or sasl is needed. Try: tls: system")
-        if self.tls is None and self.sasl is not None and self.sasl.mechanism == "PLAIN":
-            raise ValueError("PLAIN without TLS shows the password to the network. Try: tls: system")
+        if self.tls is None and self.sasl is not None and not self.sasl.mechanism.startswith("SCRAM"):
+            shown = "password" if self.sasl.mechanism == "PLAIN" else "token"
+            raise ValueError(f"without TLS the network sees the {shown} of {self.sasl.mechanism}. Try: tls: system")
         return self
 
     @property
@@ -81,12 +105,14 @@ class KafkaSecurity(StrictModel):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Login:
-    """What one connection needs. digest: of all that was read. password: "" without a login. context: None without TLS."""
+    """What one connection needs. digest: of all that was read. password: or our secret at the token server; "" without one.
+    context: None without TLS. token_context: for the token server, when it has files of its own."""
 
     security: KafkaSecurity
     password: str
     context: ssl.SSLContext | None
     digest: bytes
+    token_context: ssl.SSLContext | None = None
 
     def __repr__(self) -> str:
         return "Login(***)"
@@ -118,13 +144,16 @@ def read_login(path: Path, environ: Mapping[str, str], known: Login | None = Non
     try:
         security = load_security(path)
         folder = path.parent
-        password = "" if security.sasl is None else read_value(security.sasl.password, folder, environ)
-        found = b"" if security.files is None else digest_files(security.files, folder)
-        parts = (security.model_dump_json().encode(), password.encode(), found)
+        secret = None if security.sasl is None else security.sasl.secret
+        password = "" if secret is None else read_value(secret, folder, environ)
+        token_tls = None if security.sasl is None or security.sasl.oauth is None else security.sasl.oauth.tls
+        found = [b"" if tls is None else digest_files(tls, folder) for tls in (security.files, token_tls)]
+        parts = (security.model_dump_json().encode(), password.encode(), *found)
         digest = hashlib.sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).digest()
         if known is not None and known.digest == digest:
             return known
-        return Login(security, password, _context_of(security, folder), digest)
+        token_context = None if token_tls is None else read_tls(token_tls, folder)[1]
+        return Login(security, password, _context_of(security, folder), digest, token_context)
     except (BadConfiguration, BadCredential) as error:
         raise UnusableSecurity(str(error)) from None
 

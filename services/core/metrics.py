@@ -159,6 +159,11 @@ BROKER_ACCESS_REFUSED = Counter(
     "penstock_broker_access_refused",
     "Connections to Kafka that failed because of a login or a certificate, ours or the cluster's.",
 )
+BROKER_TOKEN_REQUESTS = Counter(
+    "penstock_broker_token_requests",
+    "Requests to the OAuth token server for Kafka, by outcome: `ok`, or the reason of the failure.",
+    ["outcome"],
+)
 BROKER_COMMITS_REFUSED = Counter(
     "penstock_broker_commits_refused", "Commits refused because the member no longer owned the partition.", ["group"]
 )

@@ -37,7 +37,12 @@ async def start(settings: ExpelSettings, supervision: Supervision) -> None:
         )
         log.info("started", management=management, lanes=len(plans))
         broker = await open_when_reachable(
-            stack, settings.broker, stopping, topics=touched_topics(plans), on_wait=readiness.set_reason
+            stack,
+            settings.broker,
+            stopping,
+            topics=touched_topics(plans),
+            rights=plan.rights,
+            on_wait=readiness.set_reason,
         )
         if broker is None:
             return

@@ -19,6 +19,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, TopicPartition
 from services.core.clock import boot_seconds
 from services.core.consuming import Membership
+from services.core.http_failure import Failure
 from services.core.ledger.report import Span
 from services.core.progress import LIMIT_S, Step
 from services.core.retry_state import BREAKER_OPEN
@@ -28,7 +29,7 @@ from services.expel.delivery import Delivery, Rendered, Unreadable
 from services.expel.metrics import LaneMetrics
 from services.expel.output_filter import OutputFilter
 from services.expel.pause import PauseFollower, PauseState
-from services.expel.retry_policy import Failure, Outcome, RetryLimits, RetryPolicy, RetrySchedule
+from services.expel.retry_policy import Outcome, RetryLimits, RetryPolicy, RetrySchedule
 from services.expel.send_queue import COMMIT_PARTS, WINDOW, InFlightLimit, RequestLimits, SendQueue
 from services.expel.side_topics import SideRecord, SideTopicWriter
 from services.expel.throttle import SendThrottle

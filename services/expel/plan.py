@@ -1,7 +1,7 @@
 """From the checked pipe file to the lanes of this instance, each with its sender, limits and retry policy."""
 
 import ssl
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -9,19 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from services.core import metrics
+from services.core.authorization import Authorization, Credential, NoAuthorization, SecretHeader
 from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
+from services.core.broker.rights import Right
 from services.core.credentials import Credentials, Held, find_secret, read_credentials, read_value, watch_credentials
 from services.core.destination_check import check_destinations
 from services.core.expected import show_expected
 from services.core.file_watch import FileWatch
+from services.core.http_client import MAX_RESPONSE, HttpClient
 from services.core.key_marks import KeyMarker
 from services.core.ledger.report import TELEMETRY
 from services.core.ledger.reporter import new_instance
+from services.core.oauth import GRANTED, MAX_TOKEN_RESPONSE, OAuthClient
 from services.core.pauses import Pauses
 from services.core.pipe_webhook import Webhook
 from services.core.pipes import Destination, Pipe, Removed, is_retried, pipe_version, read_pipes
+from services.core.resolver import Resolver
+from services.core.rights import rights_of
 from services.core.signing import SigningKeys, read_signing_keys, watch_secret
 from services.core.topic_names import (
     CONTROL,
@@ -47,11 +53,7 @@ from services.expel.send_queue import RequestLimits
 from services.expel.settings import ExpelSettings
 from services.expel.stream_sender import MAX_BYTES, MAX_EVENTS, StreamSender
 from services.expel.throttle import SendThrottle
-from services.expel.webhook.authorization import Authorization, Credential, NoAuthorization, SecretHeader
 from services.expel.webhook.body import make_format
-from services.expel.webhook.client import MAX_RESPONSE, HttpClient
-from services.expel.webhook.oauth import GRANTED, MAX_TOKEN_RESPONSE, OAuthClient
-from services.expel.webhook.resolver import Resolver
 from services.expel.webhook.sender import WebhookSender
 
 _MAX_LANE_BYTES = 64_000_000
@@ -79,12 +81,13 @@ class LanePlan:
 @dataclass(frozen=True, slots=True)
 class ExpelPlan:
     """lanes: of this instance. removed: the lanes of removed destinations; removed_pipes: the pipes whose lanes were all removed.
-    Every instance shares these two. renames: the lane of each former name."""
+    Every instance shares these two. renames: the lane of each former name. rights: that this instance needs on the broker."""
 
     lanes: list[LanePlan]
     removed: Mapping[str, Removed]
     removed_pipes: Mapping[str, Removed]
     renames: Mapping[str, str]
+    rights: Sequence[Right] = ()
 
 
 def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
@@ -118,7 +121,9 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
         if not settings.serve or name in settings.serve
         for destination in pipe.destinations
     ]
-    return ExpelPlan(lanes, removed, removed_pipes(pipes), renames_of(pipes))
+    served = {plan.pipe_name: plan.pipe for plan in lanes}
+    rights = rights_of("expel", pipes.model_copy(update={"pipes": served}))
+    return ExpelPlan(lanes, removed, removed_pipes(pipes), renames_of(pipes), rights)
 
 
 def _read_keys(webhook: Webhook | None, folder: Path, environ: Mapping[str, str]) -> SigningKeys:

@@ -9,41 +9,19 @@ pauses the destination.
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from enum import Enum
 from itertools import islice
 
 import backoff
 
+from services.core.http_failure import MAX_HOLD, Failure
 from services.core.retry_state import BREAKER_OPEN
 from services.expel.delivery import Delivery
 
 RECOVERABLE_STATUSES = frozenset({408, 425, 429})
 GONE = 410
-MAX_RETRY_AFTER = 86_400.0
-"""Seconds; a longer Retry-After counts as this."""
-MAX_HOLD = 60.0
-"""Seconds of a receiver's Retry-After that the lane waits, uncommitted. The global retrier waits for the rest."""
 WINDOW_OVER = "window_over"
 JITTER = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why events were not delivered.
-
-    reason: a stable word for metrics and dead letters, e.g. `http_503`, `timeout`. detail: for a person, no secrets.
-    recoverable: the same attempt may succeed later. retry_after: seconds without an attempt, because the receiver asked for them
-    (clamped) or its circuit breaker is open. gone: the receiver wants no more events (410). ours: this process or the broker
-    failed, not the receiver; it does not count as an attempt.
-    """
-
-    reason: str
-    detail: str
-    recoverable: bool
-    retry_after: float | None = None
-    gone: bool = False
-    ours: bool = False
 
 
 Outcome = None | Failure | Mapping[int, Failure]
@@ -59,23 +37,6 @@ def fail_by_status(status: int, excerpt: str = "", retry_after: float | None = N
     """The failure that a status outside 2xx means. excerpt: the beginning of the response, printable."""
     detail = f"the receiver answered {status}" + (f": {excerpt}" if excerpt else "")
     return Failure(f"http_{status}", detail, is_recoverable(status), retry_after, gone=status == GONE)
-
-
-def parse_retry_after(text: str | None, *, now: float) -> float | None:
-    """Seconds of a Retry-After header (a number or an HTTP date), 0 to MAX_RETRY_AFTER; None when it cannot be parsed.
-
-    `now` in seconds since the epoch.
-    """
-    if text is None:
-        return None
-    text = text.strip()
-    if text.isascii() and text.isdigit():
-        return MAX_RETRY_AFTER if len(text) > 6 else min(float(text), MAX_RETRY_AFTER)
-    try:
-        moment = parsedate_to_datetime(text[:100])
-        return min(max(moment.timestamp() - now, 0.0), MAX_RETRY_AFTER)
-    except (ValueError, OverflowError, OSError):
-        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from services.core.broker.errors import BrokerError, RecordTooLarge
 from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Batch, Record
+from services.core.http_failure import Failure
 from services.core.key_marks import KeyMarker
 from services.core.retry_state import PREFIX, own_headers
 from services.expel.delivery import Delivery, Rendered
-from services.expel.retry_policy import Failure, Outcome
+from services.expel.retry_policy import Outcome
 from services.expel.webhook.body import BadRecord, render
 
 MAX_EVENTS = 1000

@@ -11,9 +11,10 @@ from typing import Literal
 import structlog
 
 from services.core import metrics
+from services.core.http_failure import Failure
 from services.core.topic_names import lane_name
 from services.expel.delivery import Delivery
-from services.expel.retry_policy import Failure, Outcome
+from services.expel.retry_policy import Outcome
 
 log = structlog.get_logger()
 

@@ -14,6 +14,7 @@ from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.pipes import PipeFile, load_pipes
 from services.core.progress import ProgressWatch
+from services.core.rights import rights_of
 from services.core.startup import Readiness, open_when_reachable
 from services.core.topic_names import RETRIER_DEAD, RETRIER_GROUP
 from services.core.yaml_source import BadConfiguration
@@ -44,6 +45,7 @@ async def start(settings: RetrierSettings, supervision: Supervision) -> None:
             settings.broker,
             stopping,
             topics=[*DELAY_BY_TOPIC, RETRIER_DEAD, TELEMETRY],
+            rights=() if pipes is None else rights_of("retrier", pipes),
             on_wait=readiness.set_reason,
         )
         if broker is None:

@@ -18,6 +18,7 @@ from services.core.ledger.reporter import Reporter, close_reporters, keep_report
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.pipes import load_pipes
+from services.core.rights import rights_of
 from services.core.startup import Readiness, open_when_reachable, raise_file_limit
 from services.ingest.access import Access
 from services.ingest.endpoint import Endpoint
@@ -50,7 +51,10 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
         management = await stack.enter_async_context(serve_management(settings.management, readiness.why_not))
         log.info("started", management=management)
         readiness.set_reason("the broker is not reachable yet")
-        broker = await open_when_reachable(stack, settings.broker, stopping, on_wait=readiness.set_reason)
+        rights = rights_of("ingest", pipes)
+        broker = await open_when_reachable(
+            stack, settings.broker, stopping, rights=rights, on_wait=readiness.set_reason
+        )
         if broker is None:
             return
         producer = await stack.enter_async_context(Producer(broker.appender, max_pending_bytes=settings.max_in_flight))

@@ -24,6 +24,7 @@ from services.core.pipe_webhook import Secret
 from services.core.pipes import PipeFile, load_pipes
 from services.core.progress import ProgressWatch, Turns, WatchedReader
 from services.core.progress import Step as Work
+from services.core.rights import rights_of
 from services.core.signing import BadSecret, SigningKeys, read_signing_keys, watch_secret
 from services.core.startup import Readiness, open_when_reachable
 from services.core.topic_names import RETRIER_DEAD, dead_letter_topic, lane_name, renames_of
@@ -63,7 +64,10 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
             serve_management(settings.management, readiness.why_not, why_not_alive=progress.why_not_alive)
         )
         log.info("started", management=management)
-        broker = await open_when_reachable(stack, settings.broker, stopping, on_wait=readiness.set_reason)
+        rights = rights_of("observer", pipes)
+        broker = await open_when_reachable(
+            stack, settings.broker, stopping, rights=rights, on_wait=readiness.set_reason
+        )
         if broker is None:
             return
         producer = await stack.enter_async_context(Producer(broker.appender))

@@ -3,8 +3,6 @@ events again, with the same ids.
 """
 
 import json
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,7 +27,7 @@ from spark.brokers.contract import (
     open_stream,
     try_in_tasks,
 )
-from spark.brokers.kafka_login import client_properties
+from spark.brokers.kafka_login import ClientLogin
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, jvm
 from spark.records import DIGITS, HEADERS, OUT, OUT_SCHEMA, RAW_NAMES, OffsetRange, Offsets, to_arrow
@@ -78,9 +76,8 @@ class KafkaSparkBroker(SparkBroker):
     """Below max.message.bytes of our topics, with room for the framing of a batch and a record."""
 
     def __init__(self, servers: str, prefix: str = "", security: Path | None = None) -> None:
-        self._servers, self._prefix, self._security = servers, prefix, security
+        self._servers, self._prefix, self._login = servers, prefix, ClientLogin(security)
         self.needs_local_master = security is not None
-        self._secrets: Path | None = None
         self._opening = threading.Lock()
         self._producer: Any = None
         self._close_within: Any = None
@@ -185,10 +182,9 @@ class KafkaSparkBroker(SparkBroker):
             ) from error
 
     def _open_producer(self, classes: Any) -> Any:
-        client = self._client()
         with self._opening:
             if self._producer is None:
-                properties = _properties(classes, client | _PRODUCER)
+                properties = _properties(classes, self._client() | _PRODUCER)
                 serializer = classes.org.apache.kafka.common.serialization.ByteArraySerializer
                 open_producer = classes.org.apache.kafka.clients.producer.KafkaProducer
                 self._producer = open_producer(properties, serializer(), serializer())
@@ -197,9 +193,7 @@ class KafkaSparkBroker(SparkBroker):
 
     def close(self) -> None:
         self._discard(self._producer)
-        if self._secrets is not None:
-            shutil.rmtree(self._secrets, ignore_errors=True)
-            self._secrets = None
+        self._login.close()
 
     def _discard(self, producer: Any) -> None:
         """Close it. Pipes that still wait for its answers get an error then, and append again with the next one."""
@@ -231,10 +225,7 @@ class KafkaSparkBroker(SparkBroker):
 
     def _client(self) -> dict[str, str]:
         """Properties of each client of the cluster."""
-        with self._opening:
-            if self._security is not None and self._secrets is None:
-                self._secrets = Path(tempfile.mkdtemp(prefix="kafka-login-"))
-        return {"bootstrap.servers": self._servers} | client_properties(self._security, self._secrets or Path())
+        return {"bootstrap.servers": self._servers} | self._login.properties()
 
     @contextmanager
     def _admin(self, session: SparkSession) -> Iterator["_Admin"]:

@@ -12,7 +12,7 @@ from services.core.broker.errors import Unavailable
 from services.core.event import read_id
 from services.core.yaml_source import BadConfiguration
 from spark.brokers.kafka import KafkaSparkBroker
-from spark.brokers.kafka_login import client_properties
+from spark.brokers.kafka_login import ClientLogin
 from spark.records import OffsetRange
 from spark.service import check_place
 from spark.settings import TransformSettings
@@ -62,23 +62,30 @@ def test_a_transform_by_password(spark: SparkSession, kafka: SecuredKafka, tmp_p
         assert secret not in shown
 
 
-def test_what_java_gets(tmp_path: Path) -> None:
+def test_what_java_gets(spark: Any, tmp_path: Path) -> None:
     """If this fails, a password with a quote is cut off or says something else, or Java gets a key that it cannot read."""
     (tmp_path / "password").write_text('a"b\\c; x="y')
     (tmp_path / "password").chmod(0o600)
     path = tmp_path / "kafka.yaml"
     path.write_text("sasl: {mechanism: SCRAM-SHA-256, user: ann, password: {file: password}}")
-    found = client_properties(path, tmp_path)
+    login = ClientLogin(path)
+    found = login.properties()
     assert found["security.protocol"] == "SASL_PLAINTEXT"
-    jaas = tmp_path / "sasl.jaas.config"
-    assert (found["sasl.jaas.config"], jaas.stat().st_mode & 0o777) == (f"${{penstock:{tmp_path}:{jaas.name}}}", 0o600)
-    assert jaas.read_text().endswith('required username="ann" password="a\\"b\\\\c; x=\\"y";')
+    _, file, name = found["sasl.jaas.config"].strip("${}").split(":")
+    assert (name, Path(file).stat().st_mode & 0o777) == ("sasl.jaas.config", 0o600)
+    jaas = spark._jvm.java.util.Properties()
+    jaas.load(spark._jvm.java.io.FileReader(file))
+    assert jaas.getProperty(name).endswith('required username="ann" password="a\\"b\\\\c; x=\\"y";')
+    (tmp_path / "password").chmod(0o644)
+    assert login.properties() == found, "a rotation takes a moment"
+    login.close()
+    assert not Path(file).parent.exists()
     own = Authority(tmp_path / "own").sign("client")
     old = subprocess.run(["openssl", "ec", "-in", own], check=True, capture_output=True).stdout
     own.write_bytes(own.read_bytes()[own.read_bytes().index(b"-----BEGIN CERT") :] + old)
     path.write_text(f"tls: {{certificate: {own}}}")
     with pytest.raises(Unavailable, match="openssl pkcs8") as caught:
-        client_properties(path, tmp_path)
+        ClientLogin(path).properties()
     assert "BEGIN EC" not in str(caught.value)
 
 
@@ -94,7 +101,10 @@ def test_tasks_elsewhere_are_refused(tmp_path: Path) -> None:
 def test_by_certificate_and_not_without(spark: SparkSession, kafka: SecuredKafka, tmp_path: Path) -> None:
     """If this fails, client certificates do not reach Java; or a wrong one is a time-out, or a secret in an error."""
     tls = {"ca": str(kafka.ours.ca), "certificate": str(kafka.client)}
-    path = kafka.write(tmp_path / "own", tls=tls, sasl=None)
+    trusted = ["openssl", "x509", "-in", kafka.ours.ca, "-trustout", "-addtrust", "serverAuth", "-out", tmp_path / "ca"]
+    subprocess.run(trusted, check=True)
+    assert "BEGIN TRUSTED" in (tmp_path / "ca").read_text()
+    path = kafka.write(tmp_path / "own", tls=tls | {"ca": str(tmp_path / "ca")}, sasl=None)
     with BrokerPipeline(spark, kafka.url("tls", path), tmp_path, partitions=2) as pipeline:
         assert [part.end for part in pipeline.broker.stored_ranges(spark, [pipeline.stream])] == [0, 0]
         stream = pipeline.stream

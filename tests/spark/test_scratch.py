@@ -47,5 +47,13 @@ def test_without_a_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "file").touch()
     scratch = Scratch(tmp_path / "file")
     assert scratch.folder.parent == tmp_path
-    scratch.remove()
+    beside = Scratch(tmp_path / "file")
+    assert scratch.folder.exists()
+    kill(scratch)
+    os.utime(scratch.folder, (0, 0))
+    third = Scratch(tmp_path / "file")
+    assert not scratch.folder.exists(), "what a killed process left, with its logins"
+    assert beside.folder.exists()
+    for each in (beside, third):
+        each.remove()
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -63,6 +63,16 @@ class ModelCluster:
         """As `Cluster.client`; this is its own client, and its own metadata."""
         return self
 
+    @staticmethod
+    def now() -> float:
+        """As `Cluster.now` without a login."""
+        return 0.0
+
+    @staticmethod
+    def explain(error: Unavailable, _began: float, _node: int) -> Unavailable:
+        """As `Cluster.explain` without a login."""
+        return error
+
     def partitions_for_topic(self, _topic: str) -> set[int]:
         """Of aiokafka's metadata."""
         return set(range(len(self.partitions)))

@@ -18,7 +18,8 @@ CLIENTS = ("ingest", "expel", "retrier", "observer", "autoscaler", "transform", 
 
 
 class SecuredKafka:
-    """listeners: `tls` (wants a client certificate), `plain`, `scram` and `stale` (its certificate has expired; SCRAM).
+    """listeners: `tls` (wants a client certificate), `plain`, `scram`, `stale` (its certificate has expired; SCRAM), and `oauth`:
+    it takes tokens without a signature, and ends connections soon after their token has expired.
 
     Certificates are for the address 127.0.0.1, not for the name localhost. passwords: by user. A context manager that blocks.
     """
@@ -35,7 +36,7 @@ class SecuredKafka:
         ]
         options = [part for each in scram for part in ("--add-scram", each)]
         self.cluster = KafkaCluster(folder / "kafka", brokers=1, format_options=options)
-        self.ports = dict(zip(("tls", "plain", "scram", "stale"), free_ports(4), strict=True))
+        self.ports = dict(zip(("tls", "plain", "scram", "stale", "oauth"), free_ports(5), strict=True))
         self.cluster.settings.update(self._settings())
 
     def _settings(self) -> dict[str, str]:
@@ -48,7 +49,7 @@ class SecuredKafka:
             "listeners": f"{advertised},CONTROLLER://127.0.0.1:{node.controller_port}",
             "advertised.listeners": advertised,
             "listener.security.protocol.map": "BROKER:PLAINTEXT,CONTROLLER:PLAINTEXT,TLS:SSL,PLAIN:SASL_SSL,SCRAM:SASL_SSL,"
-            "STALE:SASL_SSL",
+            "STALE:SASL_SSL,OAUTH:SASL_SSL",
             "ssl.keystore.type": "PEM",
             "ssl.truststore.type": "PEM",
             "ssl.keystore.location": str(good),
@@ -58,6 +59,10 @@ class SecuredKafka:
             "listener.name.stale.ssl.keystore.location": str(stale),
             "listener.name.plain.sasl.enabled.mechanisms": "PLAIN",
             "listener.name.plain.plain.sasl.jaas.config": f"{_SASL}.plain.PlainLoginModule required {users};",
+            "listener.name.oauth.sasl.enabled.mechanisms": "OAUTHBEARER",
+            "listener.name.oauth.oauthbearer.sasl.jaas.config": f"{_SASL}.oauthbearer.OAuthBearerLoginModule required "
+            'unsecuredLoginStringClaim_sub="broker";',
+            "listener.name.oauth.oauthbearer.connections.max.reauth.ms": "60000",
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
             "super.users": f"User:ANONYMOUS;User:{OPERATOR};User:CN=client",
         }

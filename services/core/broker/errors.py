@@ -5,6 +5,7 @@
     │   ├── Throttled        … and the broker asks to slow down
     │   ├── StorageFull      … because the disk is full; heals by itself when there is room again
     │   ├── AccessRefused    … because a login or a certificate is not accepted; heals by itself when that is corrected
+    │   │   └── NotAllowed   … because the cluster gives our user no right to it; heals by itself when it does
     │   └── GroupHasMembers  … because members of the group live: it can be moved only without them
     ├── OutcomeUnknown       it may have been stored: a time-out after the request left (`retriable`: ids make it safe)
     ├── RecordTooLarge       this record can never be stored
@@ -53,6 +54,10 @@ class StorageFull(Unavailable):
 
 class AccessRefused(Unavailable):
     """The broker does not accept our login or certificate, or we do not accept its certificate. No request was sent."""
+
+
+class NotAllowed(AccessRefused):
+    """The broker knows our user, and gives it no right to this. The text names the missing right. Nothing was stored."""
 
 
 class GroupHasMembers(Unavailable):

@@ -6,42 +6,36 @@ compressed. An item names an event by `"id"` (its CloudEvents id) or by `"index"
 `"reason"` (text for the dead letter). Events that are not named are delivered. docs/delivery.md documents this for receivers.
 """
 
-import errno
 import hashlib
-import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 
-from services.core.broker.record import Batch, Record
-from services.core.event import TRACEPARENT, read_traceparent
-from services.core.signing import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, SigningKeys, sign
-from services.expel.delivery import Delivery, Rendered
-from services.expel.retry_policy import Failure, Outcome, fail_by_status, is_recoverable, parse_retry_after
-from services.expel.webhook.authorization import (
+from services.core.authorization import (
     NO_CREDENTIAL,
     Authorization,
     Credential,
     NoAuthorization,
     NoCredential,
 )
+from services.core.broker.record import Batch, Record
+from services.core.event import TRACEPARENT, read_traceparent
+from services.core.http_client import MAX_RESPONSE, BadResponse, HttpClient, Response
+from services.core.http_failure import BAD_RESPONSE, Failure, classify, excerpt, parse_retry_after, printable
+from services.core.signing import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, SigningKeys, sign
+from services.expel.delivery import Delivery, Rendered
+from services.expel.retry_policy import Outcome, fail_by_status, is_recoverable
 from services.expel.webhook.body import BodyFormat, Renderer, render
-from services.expel.webhook.client import MAX_RESPONSE, BadResponse, HttpClient, Response
-from services.expel.webhook.resolver import NameNotFound, RefusedAddress
 
 _FRAME_BYTES = 2
 """Bytes of a body without its parts and one byte per part."""
-_MAX_EXCERPT = 200
 _MAX_REASON = 500
 _UNAUTHORIZED = 401
-BAD_RESPONSE = "bad_answer"
 ITEM_FAILED = "item_failed"
 _ID_CHARS = bytes(code for code in range(0x21, 0x7F) if code != ord("."))
 _MAX_ID = 200
-_OUR_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""This process has no file, memory or port left. That is not the receiver's fault and uses up no attempt."""
 
 
 class WebhookSender:
@@ -124,42 +118,6 @@ def make_message_id(pipe: str, ids: Sequence[bytes]) -> str:
     return f"{pipe}/{digest}"
 
 
-def classify(error: OSError | BadResponse) -> Failure:
-    """The failure for an error of the connection. All are recoverable: the receiver did not refuse the events."""
-    match error:
-        case TimeoutError():
-            return Failure("timeout", "no complete response in time", recoverable=True)
-        case BadResponse():
-            return Failure(BAD_RESPONSE, f"the response is not HTTP: {error}", recoverable=True)
-        case RefusedAddress():
-            return Failure("address_refused", str(error), recoverable=True)
-        case NameNotFound():
-            return Failure("dns", "the host name was not found", recoverable=True)
-        case ssl.SSLError():
-            return Failure("tls", f"no trusted TLS connection: {_find_tls_cause(error)}", recoverable=True)
-        case OSError(errno=number) if number in _OUR_SHORTAGE:
-            short = errno.errorcode[number]
-            return Failure("own_limits", f"no connection could be opened here: {short}", recoverable=True, ours=True)
-        case _:
-            return Failure("connection", f"the connection failed: {type(error).__name__}", recoverable=True)
-
-
-def _find_tls_cause(error: ssl.SSLError) -> str:
-    """For a person. The text is OpenSSL's; it has no part of a key."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the server's certificate is refused: {_printable(error.verify_message).rstrip('.')}"
-    reason = error.reason or type(error).__name__
-    if "ALERT" not in reason:
-        return reason.lower().replace("_", " ")
-    what = reason.partition("ALERT_")[2].lower().replace("_", " ")
-    if "CERTIFICATE" in reason or reason.endswith(_REFUSED_CERTIFICATE):
-        return f"the server wants a client certificate, or refuses ours: {what}"
-    return f"the server refuses the connection: {what}"
-
-
-_REFUSED_CERTIFICATE = ("UNKNOWN_CA", "ACCESS_DENIED", "HANDSHAKE_FAILURE")
-
-
 class FailedItem(msgspec.Struct):
     """One event that the receiver refused."""
 
@@ -226,19 +184,10 @@ def _by_index(items: list[FailedItem], delivery: Delivery, credential: Credentia
 def _fail_item(item: FailedItem, credential: Credential) -> Failure:
     recoverable = item.retry if item.retry is not None else item.status is None or is_recoverable(item.status)
     reason = ITEM_FAILED if item.status is None or not 100 <= item.status <= 599 else f"http_{item.status}"
-    said = _printable(credential.mask_text(item.reason)[:_MAX_REASON]) if item.reason else ""
+    said = printable(credential.mask_text(item.reason)[:_MAX_REASON]) if item.reason else ""
     detail = "the receiver refused this event" + (f": {said}" if item.reason else "")
     return Failure(reason, detail, recoverable)
 
 
 def _bad(detail: str) -> Failure:
     return Failure(BAD_RESPONSE, detail, recoverable=True)
-
-
-def excerpt(body: bytes) -> str:
-    """The beginning of a response, printable, on one line."""
-    return _printable(body[:_MAX_EXCERPT].decode(errors="replace"))
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else " " for char in text).strip()

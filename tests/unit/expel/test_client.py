@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from services.core import http_client
+from services.core.http_client import HttpClient
 from services.core.net_guard import NetPolicy, parse_networks
-from services.expel.webhook import client as http_client
-from services.expel.webhook.client import HttpClient
-from services.expel.webhook.resolver import Resolver
+from services.core.resolver import Resolver
 from tests.unit.expel import receiver as bad
 from tests.unit.expel.receiver import open_receiver, open_socket_server, wait_until
 

@@ -16,7 +16,8 @@ import structlog
 from aiohttp import web
 from prometheus_client import REGISTRY
 
-from services.core import credentials, dead_letter, file_watch
+from services.core import authorization, credentials, dead_letter, file_watch
+from services.core.authorization import Credential, NoCredential, SecretHeader
 from services.core.broker.connect import open_broker
 from services.core.credentials import BadCredential, Credentials, Held, read_tls, read_value, watch_credentials
 from services.core.destination_check import check_destinations, find_exposed_secrets
@@ -26,8 +27,6 @@ from services.core.pipes import PipeFile, load_pipes
 from services.core.provision import ensure_topics
 from services.core.yaml_source import parse_yaml, validate_document
 from services.expel.settings import ExpelSettings
-from services.expel.webhook import authorization
-from services.expel.webhook.authorization import Credential, NoCredential, SecretHeader
 from tests.support.waiting_events import store, stored
 from tests.unit.expel.fake_sender import make_record
 from tests.unit.expel.receiver import Received, open_receiver, wait_until

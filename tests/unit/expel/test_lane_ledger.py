@@ -16,6 +16,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.broker.retry import AppendPolicy
 from services.core.failed_attempts import FailedAttempt, parse_attempts
+from services.core.http_failure import Failure
 from services.core.ledger.report import TELEMETRY, Report, decode_report, unpack_numbers
 from services.core.retry_state import RetryState, wrap
 from services.core.topic_names import RETRY_IN
@@ -23,7 +24,7 @@ from services.expel.delivery import Delivery
 from services.expel.dispatcher import Dispatcher
 from services.expel.lane import Lane
 from services.expel.metrics import LaneLedger, LaneMetrics
-from services.expel.retry_policy import Failure, Outcome, RetryLimits
+from services.expel.retry_policy import Outcome, RetryLimits
 from services.expel.throttle import SendThrottle
 from tests.support.memory_appender import MemoryAppender
 from tests.unit.expel.fake_broker import FakeBroker

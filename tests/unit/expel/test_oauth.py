@@ -14,21 +14,21 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.core import oauth
+from services.core.authorization import Credential, NoCredential, mask_secret
 from services.core.broker.connect import open_broker
 from services.core.credentials import Held
+from services.core.http_client import HttpClient, Response
+from services.core.http_failure import Failure
 from services.core.net_guard import NetPolicy
+from services.core.oauth import MAX_TOKEN_RESPONSE, OAuthClient
 from services.core.pipe_webhook import OAuth, Secret
 from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
+from services.core.resolver import Resolver
 from services.core.signing import SigningKeys
-from services.expel.retry_policy import Failure
 from services.expel.settings import ExpelSettings
-from services.expel.webhook import oauth
-from services.expel.webhook.authorization import Credential, NoCredential, mask_secret
 from services.expel.webhook.body import make_format
-from services.expel.webhook.client import HttpClient, Response
-from services.expel.webhook.oauth import MAX_TOKEN_RESPONSE, OAuthClient
-from services.expel.webhook.resolver import Resolver
 from services.expel.webhook.sender import WebhookSender, read_outcome
 from tests.support.waiting_events import store, stored
 from tests.unit.expel.fake_sender import make_record

@@ -10,10 +10,11 @@ from services.core import dead_letter
 from services.core.broker.errors import RecordTooLarge, Unavailable
 from services.core.broker.record import Record, TopicPartition
 from services.core.failed_attempts import FailedAttempt, pack_attempts, parse_attempts
+from services.core.http_failure import Failure
 from services.core.retry_state import BREAKER_OPEN, FAILURES, RetryState, unwrap, wrap
 from services.expel import throttle
 from services.expel.delivery import Delivery
-from services.expel.retry_policy import JITTER, Failure, Outcome, RetryLimits, RetrySchedule
+from services.expel.retry_policy import JITTER, Outcome, RetryLimits, RetrySchedule
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.expel.fake_sender import BUSY, WRONG, make_record
 from tests.unit.expel.receiver import wait_until

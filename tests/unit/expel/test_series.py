@@ -11,12 +11,13 @@ from prometheus_client.registry import Collector
 
 from services.core import metrics
 from services.core.broker.record import Record, TopicPartition
+from services.core.http_failure import Failure
 from services.core.lag import LagFamily
+from services.core.oauth import GRANTED
 from services.expel.delivery import Delivery, OffsetRun
 from services.expel.metrics import OTHER, LaneMetrics, WordCounter
-from services.expel.retry_policy import Failure, fail_by_status
+from services.expel.retry_policy import fail_by_status
 from services.expel.throttle import MIN_ATTEMPTS, SendThrottle
-from services.expel.webhook.oauth import GRANTED
 
 IDLE, MOST, SIGNED, OBSERVED = 34, 96, 2, 8
 """For each destination and instance of expel, while nothing has failed and at most; for its signing keys or each credential; in

@@ -14,13 +14,13 @@ import pytest
 from aiohttp import web
 from prometheus_client import REGISTRY
 
+from services.core import http_client
 from services.core.credentials import BadCredential, Held, read_credentials, read_tls, watch_credentials
+from services.core.http_client import HttpClient
+from services.core.http_failure import classify
 from services.core.net_guard import NetPolicy, parse_networks
 from services.core.pipe_webhook import Tls, Webhook
-from services.expel.webhook import client as http_client
-from services.expel.webhook.client import HttpClient
-from services.expel.webhook.resolver import AddressInfo, Resolver
-from services.expel.webhook.sender import classify
+from services.core.resolver import AddressInfo, Resolver
 from tests.support.authority import Authority
 
 LOCAL = NetPolicy(allow=parse_networks("127.0.0.0/8"))

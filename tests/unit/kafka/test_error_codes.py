@@ -9,6 +9,7 @@ from aiokafka.protocol.metadata import MetadataRequest_v5
 
 from services.core.broker.errors import (
     BrokerError,
+    NotAllowed,
     OutcomeUnknown,
     RecordTooLarge,
     Throttled,
@@ -16,7 +17,7 @@ from services.core.broker.errors import (
     Unavailable,
     UnknownTopic,
 )
-from services.core.broker.kafka.error_codes import bounded, classify, classify_produce, raise_for
+from services.core.broker.kafka.error_codes import bounded, classify, classify_produce, find_cause, raise_for
 
 
 @pytest.mark.parametrize(
@@ -34,12 +35,12 @@ from services.core.broker.kafka.error_codes import bounded, classify, classify_p
         (89, Throttled),  # THROTTLING_QUOTA_EXCEEDED
         (10, RecordTooLarge),  # MESSAGE_TOO_LARGE
         (32, BrokerError),  # INVALID_TIMESTAMP
-        (29, BrokerError),  # TOPIC_AUTHORIZATION_FAILED
-        (31, BrokerError),  # CLUSTER_AUTHORIZATION_FAILED
+        (29, NotAllowed),  # TOPIC_AUTHORIZATION_FAILED
+        (31, NotAllowed),  # CLUSTER_AUTHORIZATION_FAILED
         (17, BrokerError),  # INVALID_TOPIC_EXCEPTION
         (21, BrokerError),  # INVALID_REQUIRED_ACKS
         (43, BrokerError),  # UNSUPPORTED_FOR_MESSAGE_FORMAT
-        (53, BrokerError),  # TRANSACTIONAL_ID_AUTHORIZATION_FAILED
+        (53, NotAllowed),  # TRANSACTIONAL_ID_AUTHORIZATION_FAILED
         (76, BrokerError),  # UNSUPPORTED_COMPRESSION_TYPE
         (6, OutcomeUnknown),  # NOT_LEADER_OR_FOLLOWER: also after the old leader wrote
         (7, OutcomeUnknown),  # REQUEST_TIMED_OUT
@@ -62,6 +63,22 @@ def test_other_requests() -> None:
     with pytest.raises(Throttled):
         raise_for(89, "create topic")
     raise_for(0, "nothing")
+
+
+def test_a_missing_right_is_named() -> None:
+    """If it fails, an operator hears that something is not allowed, but not which ACL is missing on what."""
+    for error in (
+        classify_produce(29, "a.b[0]"),
+        classify(kafka.TopicAuthorizationFailedError(), "x", "Write on topic a.b"),
+    ):
+        assert "our user lacks Write on topic a.b. Try: an ACL" in str(error)
+        assert error.retriable, "it heals when the right is granted"
+    rights = "Read on group g", "Read on topic t"
+    with pytest.raises(NotAllowed, match="lacks Read on group g"):
+        raise_for(30, "commit of group g in t[0]", *rights)
+    ended = kafka.KafkaError("Unexpected error during coordination")
+    ended.__cause__ = kafka.GroupAuthorizationFailedError("g")
+    assert "lacks Read on group g" in str(classify(find_cause(ended), "poll", *rights))
 
 
 async def test_bounded_ends() -> None:

@@ -32,6 +32,14 @@ class FakeNode:
     async def client(self) -> "FakeNode":
         return self
 
+    @staticmethod
+    def now() -> float:
+        return 0.0
+
+    @staticmethod
+    def explain(error: Unavailable, began: float, node: int) -> Unavailable:
+        return error
+
     async def ready(self, node: int) -> bool:
         return self.connected
 

@@ -20,12 +20,15 @@ import structlog
 from aiokafka import errors as kafka
 
 from services.core import metrics
+from services.core.broker.kafka.tokens import NoToken, Tokens
 from services.core.kafka_security import Login, UnusableSecurity, read_login, show_certificates
 
 log = structlog.get_logger()
 
 FIRST_HOLD_S, LONGEST_HOLD_S = 5.0, 60.0
 _READ_EVERY_S = 1.0
+TRIAL_S = 5.0
+"""So long others wait for the first connection to a node, which may be frozen; then the next of them tries."""
 _EXPIRED, _WRONG_NAME, _WRONG_ADDRESS = 10, 62, 64
 """Of X509_V_ERR_…"""
 
@@ -39,13 +42,23 @@ class RefusedError(kafka.KafkaConnectionError):  # type: ignore[misc]  # aiokafk
 
 @dataclass(slots=True)
 class _Refusal:
-    """text: for a person. digest: of the login that was refused; b"": ask again soon. holds_until, read_at: on the clock."""
+    """text: for a person. digest: of the login that was refused; b"": ask again soon. Times are on the clock. told_at: when
+    somebody last did not get a connection because of it."""
 
     text: str
     digest: bytes
     holds_until: float
     read_at: float
     count: int
+    told_at: float
+
+
+@dataclass(slots=True)
+class _Trial:
+    """The first connection to a node. problem: of the network, which ended it; else None."""
+
+    ended: asyncio.Event
+    problem: str | None = None
 
 
 class Access:
@@ -58,18 +71,53 @@ class Access:
         self._path, self._clock = path, clock
         self._login: Login | None = None
         self._refusals: dict[tuple[str, int], _Refusal] = {}
+        self._trials: dict[tuple[str, int], _Trial] = {}
+        self._accepted_at: dict[tuple[str, int], float] = {}
+        self._tokens: tuple[bytes, Tokens] | None = None
+        """With the digest of the login that they are of."""
 
-    @property
-    def problem(self) -> str | None:
-        """Why a node cannot be connected to, for a person; None while all that were tried lately accept us."""
-        since = self._clock() - LONGEST_HOLD_S
-        return next((known.text for known in reversed(self._refusals.values()) if known.read_at >= since), None)
+    def now(self) -> float:
+        """For `problem_since`."""
+        return self._clock()
+
+    def problem_since(self, since: float, node: tuple[str, int] | None = None) -> str | None:
+        """Why somebody got no connection since then to this node (None: to any), for a person; None when nobody was refused."""
+        found = reversed(self._refusals.items())
+        return next((known.text for at, known in found if known.told_at >= since and node in (None, at)), None)
 
     async def open(self, connect: Connect, host: str, port: int) -> Any:
         """A connection, made by `connect` with the settings of the login. Raises KafkaError, OSError."""
-        node, now = (host, port), self._clock()
+        node = (host, port)
+        while (trial := self._trials.get(node)) is not None:
+            try:
+                async with asyncio.timeout(TRIAL_S):
+                    await trial.ended.wait()
+            except TimeoutError:
+                if self._trials.get(node) is trial:
+                    del self._trials[node]
+            if trial.problem is not None:
+                raise kafka.KafkaConnectionError(trial.problem)
+        if self._login is not None and self._clock() < self._accepted_at.get(node, float("-inf")) + _READ_EVERY_S:
+            return await self._connect(connect, node, self._login)
+        trial = self._trials[node] = _Trial(asyncio.Event())
+        try:
+            return await self._try(connect, node)
+        except RefusedError:
+            raise
+        except (kafka.KafkaError, OSError) as error:
+            trial.problem = f"{host}:{port}: {str(error) or type(error).__name__}"
+            raise
+        finally:
+            if self._trials.get(node) is trial:
+                del self._trials[node]
+            trial.ended.set()
+
+    async def _try(self, connect: Connect, node: tuple[str, int]) -> Any:
+        """As `open`, with the files as they are now, unless the node has refused just these."""
+        now = self._clock()
         known = self._refusals.get(node)
         if known is not None and now < known.read_at + _READ_EVERY_S:
+            known.told_at = now
             raise RefusedError(known.text)
         try:
             login = await asyncio.to_thread(read_login, self._path, os.environ, self._login)
@@ -77,10 +125,16 @@ class Access:
             raise self._refuse(node, str(error), b"") from None
         self._login = login
         if known is not None and known.digest == login.digest and now < known.holds_until:
-            known.read_at = now
+            known.read_at = known.told_at = now
             raise RefusedError(known.text)
+        return await self._connect(connect, node, login)
+
+    async def _connect(self, connect: Connect, node: tuple[str, int], login: Login) -> Any:
+        host, port = node
         try:
-            opened = await connect(**_settings(login))
+            opened = await connect(**await self._settings(login))
+        except NoToken as error:
+            raise self._refuse(node, f"no login at Kafka: {error}. Try: sasl in {self._path}", b"") from None
         except (kafka.KafkaError, OSError) as error:
             text = self._explain(error, login, f"{host}:{port}")
             if text is None:
@@ -91,23 +145,46 @@ class Access:
             raise kafka.KafkaConnectionError(f"{host}:{port}: {error}") from error
         except Exception as error:  # an answer that no Kafka gives: aiokafka expects it nowhere, and would end a task
             raise self._refuse(node, f"{host}:{port} is no Kafka: {type(error).__name__}", login.digest) from None
+        self._accepted_at[node] = self._clock()
         if self._refusals.pop(node, None) is not None:
             log.info("kafka_access_accepted", node=f"{host}:{port}")
         return opened
 
     def _refuse(self, node: tuple[str, int], text: str, digest: bytes) -> RefusedError:
         now, known = self._clock(), self._refusals.pop(node, None)
+        if self._tokens is not None:
+            self._tokens[1].refuse()
+        self._accepted_at.pop(node, None)
         count = 1 + (known.count if known is not None and known.digest == digest else 0)
         hold = min(LONGEST_HOLD_S, FIRST_HOLD_S * 2 ** min(count - 1, 10))  # a float holds no 2 ** 1024
-        self._refusals[node] = _Refusal(text, digest, now + hold, now, count)
+        self._refusals[node] = _Refusal(text, digest, now + hold, now, count, now)
         metrics.BROKER_ACCESS_REFUSED.inc()
         if known is None or known.text != text:
             log.warning("kafka_access_refused", node=f"{node[0]}:{node[1]}", problem=text)
         return RefusedError(text)
 
+    async def _settings(self, login: Login) -> dict[str, Any]:
+        """For aiokafka. Raises NoToken."""
+        settings: dict[str, Any] = {"security_protocol": login.security.protocol, "ssl_context": login.context}
+        sasl = login.security.sasl
+        if sasl is not None and sasl.user is not None:
+            settings |= {"sasl_mechanism": sasl.mechanism}
+            settings |= {"sasl_plain_username": sasl.user, "sasl_plain_password": login.password}
+        elif sasl is not None:
+            if self._tokens is None or self._tokens[0] != login.digest:
+                self._tokens = login.digest, Tokens(login)
+            token = await self._tokens[1].get()
+            settings |= {"sasl_mechanism": "OAUTHBEARER", "sasl_oauth_token_provider": token}
+        return settings
+
     def _explain(self, error: BaseException, login: Login, where: str) -> str | None:
         """What to tell a person; None for an error of the network."""
         sasl = login.security.sasl
+        if isinstance(error, kafka.SaslAuthenticationFailed) and sasl is not None and sasl.user is None:
+            return (
+                f"Kafka at {where} does not accept our token ({sasl.mechanism}). "
+                f"Try: compare sasl in {self._path} with what the listener expects: issuer, audience, scope; and both clocks"
+            )
         if isinstance(error, kafka.SaslAuthenticationFailed) and sasl is not None:
             return (
                 f"Kafka at {where} does not accept user {sasl.user} with this password ({sasl.mechanism}). "
@@ -148,15 +225,6 @@ class Access:
         return (
             f"no TLS with Kafka at {where}: {reason}. Try: the port of a listener with TLS, or no tls in {self._path}"
         )
-
-
-def _settings(login: Login) -> dict[str, Any]:
-    """For aiokafka."""
-    settings: dict[str, Any] = {"security_protocol": login.security.protocol, "ssl_context": login.context}
-    if (sasl := login.security.sasl) is not None:
-        settings |= {"sasl_mechanism": sasl.mechanism}
-        settings |= {"sasl_plain_username": sasl.user, "sasl_plain_password": login.password}
-    return settings
 
 
 def _find_tls_error(error: BaseException | None) -> ssl.SSLError | None:

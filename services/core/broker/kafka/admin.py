@@ -11,8 +11,9 @@ from aiokafka.protocol.admin import (
 )
 
 from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
+from services.core.broker.errors import NotAllowed
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.error_codes import bounded, raise_for
+from services.core.broker.kafka.error_codes import NOT_ALLOWED, UNKNOWN_TOPIC, bounded, raise_for
 from services.core.broker.kafka.offsets import (
     EARLIEST,
     LagMeter,
@@ -25,11 +26,13 @@ from services.core.broker.kafka.offsets import (
     starts,
 )
 from services.core.broker.kafka.positions import GROUPS, Append, GroupStarts
+from services.core.broker.kafka.protocol import DescribeTopicsRequest, GroupRightsRequest
 from services.core.broker.kafka.reader import read_at
 from services.core.broker.kafka.record_batch import MAX_BATCH_BYTES
 from services.core.broker.kafka.topic_settings import check_durability
 from services.core.broker.prefix import find_own
 from services.core.broker.record import Batch, TopicPartition
+from services.core.broker.rights import Right
 
 _REPLICAS = 3
 _MIN_IN_SYNC = {3: 2}
@@ -68,7 +71,9 @@ class KafkaAdmin:
         row = (spec.name, spec.partitions, replicas, (), configs)
         answer = await self._cluster.ask_any(CreateTopicsRequest([row], self._patience, validate_only=False))
         for name, code, message in answer.topic_errors:
-            raise_for(code, f"create topic {name}: {message or 'refused'}")
+            raise_for(
+                code, f"create topic {name}: {message or 'refused'}", f"Create on topic {name}", "Create on the cluster"
+            )
         await self._wait_for(spec.name, spec.partitions)
 
     async def delete_topic(self, topic: str) -> None:
@@ -76,7 +81,7 @@ class KafkaAdmin:
         await partitions_of(self._cluster, [topic])
         answer = await self._cluster.ask_any(DeleteTopicsRequest([topic], self._patience))
         for name, code in answer.topic_error_codes:
-            raise_for(code, f"delete topic {name}")
+            raise_for(code, f"delete topic {name}", f"Delete on topic {name}")
         await self._wait_for(topic, 0)
 
     async def topics(self) -> dict[str, int]:
@@ -96,7 +101,7 @@ class KafkaAdmin:
         request = CreatePartitionsRequest([(topic, (partitions, None))], self._patience, validate_only=False)
         answer = await self._cluster.ask_any(request)
         for name, code, message in answer.topic_errors:
-            raise_for(code, f"add partitions to {name}: {message or 'refused'}")
+            raise_for(code, f"add partitions to {name}: {message or 'refused'}", f"Alter on topic {name}")
         await self._wait_for(topic, partitions)
 
     async def describe(self, topic: str) -> dict[int, PartitionRange]:
@@ -139,7 +144,7 @@ class KafkaAdmin:
         answer = await self._cluster.ask_coordinator(group, DescribeGroupsRequest([group]))
         found = []
         for code, name, _state, _type, _protocol, members, *_ in answer.groups:
-            raise_for(code, f"describe group {name}")
+            raise_for(code, f"describe group {name}", f"Describe on group {name}")
             found += [f"{client} at {host.lstrip('/')}" for _, client, host, *_ in members]
         return sorted(found)
 
@@ -165,6 +170,27 @@ class KafkaAdmin:
         lag = await self._lag.measure(positions)
         return {source.partition: lag[source] for source in sources}
 
+    async def missing_rights(self, rights: Collection[Right]) -> list[Right]:
+        """As in `RightsReader`; one request, and two for each group."""
+        topics = sorted({right.name for right in rights if right.kind == "topic"})
+        answer = await self._cluster.ask_any(DescribeTopicsRequest(topics, rights=True))
+        granted = {("topic", row[1]): None if row[0] == UNKNOWN_TOPIC else row[5] for row in answer.topics}
+        granted |= {("topic", row[1]): _HIDDEN for row in answer.topics if row[0] in NOT_ALLOWED}
+        for group in {right.name for right in rights if right.kind == "group"}:
+            granted["group", group] = await self._group_rights(group)
+        return [right for right in rights if not _is_granted(right.operation, granted.get(right[1:]))]
+
+    async def _group_rights(self, group: str) -> int | None:
+        try:
+            answer = await self._cluster.ask_coordinator(group, GroupRightsRequest(group))
+        except NotAllowed:
+            return 0
+        code, *_, bits = answer.groups[0]
+        if code in NOT_ALLOWED:
+            return 0
+        raise_for(code, f"describe group {group}")
+        return int(bits)
+
     async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
         """As in the contract; see `read_at`."""
         return await read_at(self._cluster, TopicPartition(topic, partition), offset, max_records)
@@ -185,3 +211,15 @@ class KafkaAdmin:
             if len(leaders) != partitions or min(leaders, default=0) < 0:
                 return False
         return True
+
+
+_OPERATIONS = {"Read": 3, "Write": 4, "Create": 5, "Delete": 6, "Alter": 7, "Describe": 8, "DescribeConfigs": 10}
+"""Kafka's numbers; a right is the bit of its operation's number."""
+_NOT_KNOWN = -(1 << 31)
+_HIDDEN = 1 << _OPERATIONS["DescribeConfigs"] | 1 << _OPERATIONS["Create"]
+"""Of a topic that we may not describe: we have no right that contains Describe, and about these two nothing is known."""
+
+
+def _is_granted(operation: str, bits: int | None) -> bool:
+    """bits: of all that is granted, with what it implies; None, or _NOT_KNOWN from a cluster that does not say: who knows."""
+    return bits is None or bits == _NOT_KNOWN or bool(bits >> _OPERATIONS[operation] & 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiokafka.client
 from aiokafka.client import AIOKafkaClient
-from aiokafka.conn import AIOKafkaConnection, CloseReason
+from aiokafka.conn import AIOKafkaConnection, CloseReason, OAuthAuthenticator
 from aiokafka.protocol.metadata import MetadataRequest
 
 from services.core.broker.kafka.access import Access
@@ -62,6 +62,19 @@ async def _connect_with_access(host: str, port: int, *, ssl_context: Any = None,
 
 
 aiokafka.client.create_conn = _connect_with_access
+
+_log_in_by_token = OAuthAuthenticator.step
+
+
+async def _step_by_token(self: Any, answer: bytes | None) -> Any:
+    """As aiokafka's `OAuthAuthenticator.step`, which takes the first answer for a success. A broker that refuses the token says
+    so in this answer, and the error comes after another message (RFC 7628, 3.2.3)."""
+    if self._token_sent and answer:
+        return b"\x01", True
+    return await _log_in_by_token(self, answer)
+
+
+OAuthAuthenticator.step = _step_by_token
 
 
 def renewal_of(client: AIOKafkaClient) -> "asyncio.Task[None] | None":

@@ -322,7 +322,8 @@ async def send_commit(
             coordinator.coordinator_dead()
         for source, code in codes.items():
             if code not in _MOVED and code != _LOADING:
-                raise_for(code, f"commit of group {group} in {source.topic}[{source.partition}]")
+                rights = f"Read on group {group}", f"Read on topic {source.topic}"
+                raise_for(code, f"commit of group {group} in {source.topic}[{source.partition}]", *rights)
                 left.pop(source, None)
         if left:
             await asyncio.sleep(_PAUSE)

@@ -281,7 +281,9 @@ class KafkaAppender:
         async with self._identifying:
             if self._identity is None or (other_than is not None and self._identity == other_than.identity):
                 answer = await self._cluster.ask_any(InitProducerIdRequest(None, _IGNORED_TIMEOUT_MS))
-                raise_for(answer.error_code, "get a producer id")
+                raise_for(
+                    answer.error_code, "get a producer id", "IdempotentWrite on the cluster (or Write on any topic)"
+                )
                 self._identity = Identity(answer.producer_id, answer.producer_epoch)
             return self._identity
 

@@ -139,17 +139,27 @@ class Cluster:
         return client
 
     @asynccontextmanager
-    async def bounded(self, what: str, seconds: float) -> AsyncIterator[None]:
-        """As `error_codes.bounded`, with the reason when a node is not reached because of our login or a certificate."""
+    async def bounded(self, what: str, seconds: float, node: int | None = None) -> AsyncIterator[None]:
+        """As `error_codes.bounded`, with the reason when the node (None: any) is not reached because of our login or a
+        certificate."""
+        began = self.now()
         try:
             async with bounded(what, seconds):
                 yield
         except Unavailable as error:
-            raise self.explain(error) from error
+            raise self.explain(error, began, node) from error
 
-    def explain(self, error: Unavailable) -> Unavailable:
-        """The error, or AccessRefused when a node cannot be reached because it does not accept us, or we do not accept it."""
-        problem = None if self.access is None else self.access.problem
+    def now(self) -> float:
+        """For `explain`."""
+        return 0.0 if self.access is None else self.access.now()
+
+    def explain(self, error: Unavailable, began: float, node: int | None = None) -> Unavailable:
+        """The error, or AccessRefused when since then the node (None: any) was not reached because it does not accept us, or we
+        do not accept it."""
+        if self.access is None:
+            return error
+        known = None if node is None or self._client is None else self._client.cluster.broker_metadata(node)
+        problem = self.access.problem_since(began, None if known is None else (known.host, known.port))
         return error if problem is None else AccessRefused(problem)
 
     async def close(self) -> None:
@@ -167,23 +177,23 @@ class Cluster:
     async def ask(self, node: int, request: Any) -> Any:
         """One request to one node. Raises Unavailable."""
         client = await self.client()
-        async with self.bounded(f"{type(request).__name__} to node {node}", self.timing.request + 1):
+        async with self.bounded(f"{type(request).__name__} to node {node}", self.timing.request + 1, node):
             return await client.send(node, request)
 
     async def ask_any(self, request: Any) -> Any:
         """One request to the first node that can be connected to. Raises Unavailable."""
         client = await self.client()
-        nodes = [broker.nodeId for broker in client.cluster.brokers()]
+        nodes, began = [broker.nodeId for broker in client.cluster.brokers()], self.now()
         async with self.bounded(type(request).__name__, self.timing.request + 1):
             for node in random.sample(nodes, len(nodes)):
                 if await client.ready(node):
                     return await client.send(node, request)
-        raise self.explain(Unavailable(f"none of Kafka's nodes can be reached, {self.bootstrap}"))
+        raise self.explain(Unavailable(f"none of Kafka's nodes can be reached, {self.bootstrap}"), began)
 
     async def ask_coordinator(self, group: str, request: Any) -> Any:
         """One request to the group's coordinator. Raises Unavailable."""
         found = await self.ask_any(FindCoordinatorRequest(group, 0))
-        raise_for(found.error_code, f"find the coordinator of group {group}")
+        raise_for(found.error_code, f"find the coordinator of group {group}", f"Describe on group {group}")
         return await self.ask(found.coordinator_id, request)
 
     async def describe(self, topics: Sequence[str] | None = None) -> dict[str, TopicState]:
@@ -235,7 +245,7 @@ class Cluster:
     async def describe_by_node(self, topics: Sequence[str] | None) -> AsyncGenerator[dict[str, TopicState], None]:
         """As `describe`, with the answer of each node that can be reached. Raises Unavailable when there is none."""
         client = await self.client()
-        nodes = [broker.nodeId for broker in client.cluster.brokers()]
+        nodes, began = [broker.nodeId for broker in client.cluster.brokers()], self.now()
         reached = False
         for node in random.sample(nodes, len(nodes)):
             async with self.bounded("metadata", self.timing.request + 1):
@@ -244,7 +254,7 @@ class Cluster:
                 reached = True
                 yield _states(answer)
         if not reached:
-            raise self.explain(Unavailable(f"none of Kafka's nodes can be reached, {self.bootstrap}"))
+            raise self.explain(Unavailable(f"none of Kafka's nodes can be reached, {self.bootstrap}"), began)
 
     @staticmethod
     async def _ask_if_ready(client: AIOKafkaClient, node: int, request: Any) -> Any:
@@ -308,5 +318,5 @@ def _missing(code: int, topic: str) -> bool:
     """Whether the topic does not exist. Raises other errors (no leader yet, not authorised)."""
     if code in (UNKNOWN_TOPIC, kafka.InvalidTopicError.errno):
         return True
-    raise_for(code, f"metadata of {topic}")
+    raise_for(code, f"metadata of {topic}", f"Describe on topic {topic}")
     return False

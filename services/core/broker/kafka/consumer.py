@@ -13,7 +13,7 @@ from aiokafka import TopicPartition as KafkaPartition
 from aiokafka import errors as kafka
 
 from services.core.broker.contract import Lag, OnRevoke, Start
-from services.core.broker.errors import BrokerClosed, BrokerError, NotOwner
+from services.core.broker.errors import BrokerClosed, BrokerError, NotAllowed, NotOwner
 from services.core.broker.kafka.aiokafka_internals import (
     FetchBudget,
     connect,
@@ -26,7 +26,7 @@ from services.core.broker.kafka.aiokafka_internals import (
 )
 from services.core.broker.kafka.assignment import Assignment
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.error_codes import bounded, classify
+from services.core.broker.kafka.error_codes import bounded, classify, find_cause
 from services.core.broker.kafka.eviction import evict_dead
 from services.core.broker.kafka.offsets import CommitMetadata, LagMeter, find_cuts, partitions_of
 from services.core.broker.kafka.positions import GroupStarts, find_positions
@@ -310,7 +310,12 @@ class KafkaConsumer:
         except (kafka.CorruptRecordException, kafka.RecordTooLargeError) as error:
             await self._examine(error)
         except kafka.KafkaError as error:
-            raise classify(error, f"poll of group {self._group}") from error
+            cause = find_cause(error)
+            rights = [f"Read on group {self._group}", *(f"Read on topic {name}" for name in cause.args[:1])]
+            found = classify(cause, f"poll of group {self._group}", *rights)
+            if isinstance(found, NotAllowed):  # aiokafka's tasks have ended: it must join again
+                raise BrokerError(str(found)) from error
+            raise found from error
         except Exception as error:
             if not await self._examine(error):
                 raise

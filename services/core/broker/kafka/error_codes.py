@@ -1,13 +1,14 @@
 """Kafka's errors as ours (`errors`)."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from aiokafka import errors as kafka
 
 from services.core.broker.errors import (
     BrokerError,
+    NotAllowed,
     OutcomeUnknown,
     RecordTooLarge,
     Throttled,
@@ -88,13 +89,28 @@ _NOT_STORED = frozenset(
 _REFUSED = BAD_RECORD | {
     kafka.InvalidTopicError.errno,
     kafka.InvalidRequiredAcksError.errno,
-    kafka.TopicAuthorizationFailedError.errno,
-    kafka.ClusterAuthorizationFailedError.errno,
     kafka.UnsupportedForMessageFormatError.errno,
-    kafka.TransactionalIdAuthorizationFailed.errno,
     UNSUPPORTED_COMPRESSION,
 }
 """Checked before anything is written. The same batch is refused until somebody changes something."""
+
+
+NOT_ALLOWED = {
+    kafka.TopicAuthorizationFailedError.errno: "topic",
+    kafka.GroupAuthorizationFailedError.errno: "group",
+    kafka.ClusterAuthorizationFailedError.errno: "cluster",
+    kafka.TransactionalIdAuthorizationFailed.errno: "transactional id",
+}
+"""Kinds of resources, by the code that says that our user lacks a right to one."""
+
+
+def not_allowed(code: int, what: str, rights: Sequence[str]) -> NotAllowed:
+    """rights: those that the request needs, as `Read on topic NAME`. The text names the ones for the resource of this code."""
+    kind = NOT_ALLOWED[code]
+    missing = [right for right in rights if f" on {kind}" in right.replace("on the", "on")] or [
+        f"a right on the {kind}"
+    ]
+    return NotAllowed(f"{what}: our user lacks {' or '.join(missing)}. Try: an ACL for it, as in docs/kafka.md")
 
 
 def name_of(code: int) -> str:
@@ -114,6 +130,8 @@ def classify_produce(code: int, where: str) -> BrokerError:
         return RecordTooLarge(f"{text}. Try: raise max.message.bytes of the topic, or send smaller events")
     if code == THROTTLING_QUOTA_EXCEEDED:
         return Throttled(text)
+    if code in NOT_ALLOWED:
+        return not_allowed(code, where, [f"Write on topic {where.rpartition('[')[0]}"])
     if code in _NOT_STORED or code in PRODUCER_STATE_LOST:
         return Unavailable(text)
     if code == kafka.UnsupportedForMessageFormatError.errno:
@@ -123,9 +141,11 @@ def classify_produce(code: int, where: str) -> BrokerError:
     return OutcomeUnknown(text)
 
 
-def classify(error: kafka.KafkaError, what: str) -> BrokerError:
-    """The error of any request but produce. Such requests can be repeated."""
+def classify(error: kafka.KafkaError, what: str, *rights: str) -> BrokerError:
+    """The error of any request but produce. Such requests can be repeated. rights: as for `not_allowed`."""
     text = f"{what}: {error}"
+    if (code := getattr(error, "errno", -1)) in NOT_ALLOWED:
+        return not_allowed(code, what, rights)
     if isinstance(error, kafka.UnknownTopicOrPartitionError):
         return UnknownTopic(text)
     if isinstance(error, kafka.TopicAlreadyExistsError):
@@ -135,28 +155,39 @@ def classify(error: kafka.KafkaError, what: str) -> BrokerError:
     return BrokerError(text)
 
 
-def raise_for(code: int, what: str) -> None:
-    """Raise the error of this code; 0 is none."""
+def find_cause(error: kafka.KafkaError) -> kafka.KafkaError:
+    """The lack of a right in which it has its cause: aiokafka's tasks end with another error. Else the error itself."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, kafka.KafkaError) and getattr(cause, "errno", None) in NOT_ALLOWED:
+            return cause
+        cause = cause.__cause__
+    return error
+
+
+def raise_for(code: int, what: str, *rights: str) -> None:
+    """Raise the error of this code; 0 is none. rights: as for `not_allowed`."""
     if code == THROTTLING_QUOTA_EXCEEDED:
         raise Throttled(f"{what}: Kafka's quota for such requests is used up")
     if code:
-        raise classify(kafka.for_code(code)(), what)
+        raise classify(kafka.for_code(code)(), what, *rights)
 
 
-def raise_for_leader(code: int, what: str) -> None:
+def raise_for_leader(code: int, what: str, *rights: str) -> None:
     """As `raise_for`, for a partition that other nodes know: a leader that does not know it became leader just now."""
     if code == UNKNOWN_TOPIC:
         raise Unavailable(f"{what}: its leader does not know it yet")
-    raise_for(code, what)
+    raise_for(code, what, *rights)
 
 
 @asynccontextmanager
-async def bounded(what: str, seconds: float) -> AsyncIterator[None]:
-    """Limit the time of the block, and translate aiokafka's errors into ours. Not for produce requests."""
+async def bounded(what: str, seconds: float, *rights: str) -> AsyncIterator[None]:
+    """Limit the time of the block, and translate aiokafka's errors into ours. Not for produce requests. rights: as for
+    `not_allowed`."""
     try:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError as error:
         raise Unavailable(f"{what}: no answer from Kafka within {seconds:g} s") from error
     except kafka.KafkaError as error:
-        raise classify(error, what) from error
+        raise classify(error, what, *rights) from error

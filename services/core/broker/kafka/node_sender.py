@@ -69,6 +69,7 @@ class NodeSender:
     async def _exchange(self) -> None:
         """Connect, send the waiting batches, settle each with its answer."""
         batches: list[PendingBatch] = []
+        began = self._cluster.now()
         try:
             client = await self._cluster.client()
             connected = await client.ready(self._node)
@@ -81,7 +82,7 @@ class NodeSender:
                 batch.sent = True
             answer = await client.send(self._node, self._request(batches))
         except kafka.NodeNotReadyError as error:
-            self._fail(batches, self._cluster.explain(Unavailable(f"node {self._node}: {error}")))
+            self._fail(batches, self._cluster.explain(Unavailable(f"node {self._node}: {error}"), began, self._node))
         except kafka.KafkaError as error:
             self._fail(batches, OutcomeUnknown(f"node {self._node}: {error}"))
         except BrokerError as error:

@@ -154,7 +154,7 @@ async def list_offsets(
     for answer in await _ask_nodes(cluster, leaders, when, lambda rows: OffsetRequest(-1, _READ_COMMITTED, rows)):
         for topic, partitions in answer.topics:
             for partition, code, _, offset in partitions:
-                raise_for_leader(code, f"offsets of {topic}[{partition}]")
+                raise_for_leader(code, f"offsets of {topic}[{partition}]", f"Describe on topic {topic}")
                 if offset != _NONE:
                     found[TopicPartition(topic, partition)] = offset
     return found
@@ -192,11 +192,12 @@ async def fetch_committed(
     """The group's commits, also those for an earlier topic of this name; partitions without a commit are absent."""
     topics = [(topic, [row[0] for row in rows]) for topic, rows in by_topic((source, ()) for source in sources)]
     answer = await cluster.ask_coordinator(group, OffsetFetchRequest(group, topics))
-    raise_for(getattr(answer, "error_code", 0), f"committed offsets of group {group}")
+    raise_for(getattr(answer, "error_code", 0), f"committed offsets of group {group}", f"Describe on group {group}")
     found = {}
     for topic, partitions in answer.topics:
         for partition, offset, note, code in partitions:
-            raise_for(code, f"committed offset of group {group} in {topic}[{partition}]")
+            rights = f"Describe on group {group}", f"Describe on topic {topic}"
+            raise_for(code, f"committed offset of group {group} in {topic}[{partition}]", *rights)
             if offset != _NONE:
                 found[TopicPartition(topic, partition)] = Committed(offset, CommitMetadata.parse(note or ""))
     return found
@@ -255,7 +256,8 @@ async def _commit_rows(cluster: Cluster, group: str, topic: str, rows: list[tupl
         for partition, code in partitions:
             if code in FENCED:
                 raise GroupHasMembers(f"group {group} has members. Try: stop them first")
-            raise_for(code, f"commit of group {group} in {topic}[{partition}]")
+            rights = f"Read on group {group}", f"Read on topic {topic}"
+            raise_for(code, f"commit of group {group} in {topic}[{partition}]", *rights)
 
 
 class Fetched(NamedTuple):
@@ -277,7 +279,9 @@ async def fetch(
             if code == CORRUPT:
                 ranges = ((source.partition, offset, offset),)
                 raise DataDamaged(source.topic, ranges, f"Kafka cannot read its own log. {REMEDY}")
-            raise_for_leader(code, f"read {source.topic}[{source.partition}] at {offset}")
+            raise_for_leader(
+                code, f"read {source.topic}[{source.partition}] at {offset}", f"Read on topic {source.topic}"
+            )
             aborted = rest[-3] if answer.API_VERSION >= _FIRST_WITH_REPLICA else rest[-2]
             return Fetched(bytes(rest[-1] or b""), aborted or ())
     return Fetched(b"")
@@ -441,7 +445,9 @@ async def _epoch_ends(
     for answer in await _ask_nodes(cluster, leaders, epochs, EpochEndRequest):
         for topic, partitions in answer.topics:
             for code, partition, epoch, end in partitions:
-                raise_for_leader(code, f"where a leader's epoch ended in {topic}[{partition}]")
+                raise_for_leader(
+                    code, f"where a leader's epoch ended in {topic}[{partition}]", f"Describe on topic {topic}"
+                )
                 found[TopicPartition(topic, partition)] = (epoch, end)
     return found
 

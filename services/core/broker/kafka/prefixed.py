@@ -23,6 +23,7 @@ from services.core.broker.contract import (
 )
 from services.core.broker.errors import BrokerError, DataDamaged, NotOwner, OffsetOutOfRange
 from services.core.broker.record import Batch, Record, TopicPartition
+from services.core.broker.rights import Right, RightsReader
 
 
 class _Names:
@@ -163,6 +164,11 @@ class _PrefixedAdmin:
 
     async def check_durability(self, topics: Collection[str]) -> None:
         await self._admin.check_durability([self._full(topic) for topic in topics])
+
+    async def missing_rights(self, rights: Collection[Right]) -> list[Right]:
+        if not isinstance(self._admin, RightsReader):
+            return []
+        return await self._admin.missing_rights([right._replace(name=self._full(right.name)) for right in rights])
 
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
         return await self._admin.group_lag(self._full(group), self._full(topic))

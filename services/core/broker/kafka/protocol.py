@@ -7,6 +7,7 @@ from typing import Any
 from uuid import UUID
 
 from aiokafka.protocol.abstract import AbstractType
+from aiokafka.protocol.admin import DescribeGroupsRequest_v3, DescribeGroupsResponse_v3
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.produce import ProduceRequest_v7
 from aiokafka.protocol.types import (
@@ -101,18 +102,18 @@ class DescribeTopicsStruct(RequestStruct):  # type: ignore[misc]  # aiokafka has
 
 
 class DescribeTopicsRequest(Request[DescribeTopicsStruct]):  # type: ignore[misc]  # aiokafka has no types
-    """Topics with their ids; None: all of them. Creates none."""
+    """Topics with their ids; None: all of them. Creates none. rights: with what our user may do to each, as bits."""
 
     API_KEY = 3
 
-    def __init__(self, topics: Sequence[str] | None) -> None:
-        self._topics = topics
+    def __init__(self, topics: Sequence[str] | None, *, rights: bool = False) -> None:
+        self._topics, self._rights = topics, rights
 
     def build(self, request_struct_class: type[DescribeTopicsStruct]) -> DescribeTopicsStruct:
         rows: list[tuple[UUID, str, dict[int, bytes]]] | None = None
         if self._topics is not None:
             rows = [(UUID(int=0), topic, {}) for topic in self._topics]
-        return request_struct_class(rows, False, False, {})
+        return request_struct_class(rows, False, self._rights, {})
 
 
 _TOPIC = ("topic", String("utf-8"))
@@ -151,6 +152,27 @@ class EpochEndRequest(Request[EpochEndStruct]):  # type: ignore[misc]  # aiokafk
             for topic, partitions in self._topics
         ]
         return request_struct_class(CONSUMER, rows)
+
+
+class GroupRightsStruct(RequestStruct):  # type: ignore[misc]  # aiokafka has no types
+    """DescribeGroups, version 3; aiokafka reads its answer as that of version 2, without the rights."""
+
+    API_KEY = 15
+    API_VERSION = 3
+    RESPONSE_TYPE = DescribeGroupsResponse_v3
+    SCHEMA = DescribeGroupsRequest_v3.SCHEMA
+
+
+class GroupRightsRequest(Request[GroupRightsStruct]):  # type: ignore[misc]  # aiokafka has no types
+    """A group, with what our user may do to it, as bits."""
+
+    API_KEY = 15
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+
+    def build(self, request_struct_class: type[GroupRightsStruct]) -> GroupRightsStruct:
+        return request_struct_class([self._group], True)
 
 
 _ALL_REPLICAS = -1

@@ -3,12 +3,13 @@
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
 from aiokafka.protocol.admin import DescribeConfigsRequest
 
-from services.core.broker.errors import Unavailable, UnsafeTopic
+from services.core.broker.errors import NotAllowed, Unavailable, UnsafeTopic
 from services.core.broker.kafka.cluster import Cluster, TopicState
 from services.core.broker.kafka.error_codes import UNKNOWN_TOPIC, raise_for
 
@@ -31,7 +32,7 @@ async def read_settings(cluster: Cluster, topic: str, names: Sequence[str]) -> d
     code, _, _, _, entries = answer.resources[0]
     if code == UNKNOWN_TOPIC and topic in await cluster.describe([topic]):
         raise Unavailable(f"settings of {topic}: the node that was asked does not know it yet")
-    raise_for(code, f"settings of {topic}")
+    raise_for(code, f"settings of {topic}", f"DescribeConfigs on topic {topic}")
     return {entry[0]: entry[1] for entry in entries}
 
 
@@ -40,7 +41,7 @@ async def read_broker_setting(cluster: Cluster, name: str) -> str:
     node = min(broker.nodeId for broker in (await cluster.client()).cluster.brokers())
     answer = await cluster.ask(node, DescribeConfigsRequest([(_BROKER, str(node), [name])]))
     code, _, _, _, entries = answer.resources[0]
-    raise_for(code, f"settings of Kafka's node {node}")
+    raise_for(code, f"settings of Kafka's node {node}", "DescribeConfigs on the cluster")
     return str(entries[0][1])
 
 
@@ -95,8 +96,9 @@ async def check_durability(cluster: Cluster, topics: Collection[str]) -> None:
         kept[topic] = int(settings[RETENTION])
     if problems:
         raise UnsafeTopic(problems)
-    if kept:
-        warn_of_short_offsets(int(await read_broker_setting(cluster, OFFSETS)), kept)
+    with suppress(NotAllowed):  # many clusters show it to nobody, and it is only a warning
+        if kept:
+            warn_of_short_offsets(int(await read_broker_setting(cluster, OFFSETS)), kept)
 
 
 def warn_of_short_offsets(minutes: int, kept: Mapping[str, int]) -> None:

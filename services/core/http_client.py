@@ -22,7 +22,7 @@ from aiohappyeyeballs import AddrInfoType, start_connection
 from yarl import URL
 
 from services.core.net_guard import NetPolicy, refuse_address
-from services.expel.webhook.resolver import RefusedAddress, Resolver, find_addresses
+from services.core.resolver import RefusedAddress, Resolver, find_addresses
 
 _KEEP_ALIVE = 4.0
 """Seconds. Many servers close an idle connection after 5 s; no request must be sent at that moment."""

@@ -11,8 +11,8 @@ from typing import Protocol
 from urllib.parse import quote, quote_plus
 
 from services.core.credentials import BadCredential, Held
+from services.core.http_failure import Failure
 from services.core.masking import MASK
-from services.expel.retry_policy import Failure
 
 _MIN_PREFIX = 4
 """A shorter beginning of a secret is no secret."""

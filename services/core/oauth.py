@@ -1,4 +1,4 @@
-"""OAuth 2.0 client credentials (RFC 6749, 4.4): tokens from a token server, for the requests of one destination.
+"""OAuth 2.0 client credentials (RFC 6749, 4.4): tokens from a token server, for the requests of one destination, or for Kafka.
 
 A token is used until shortly before it expires. One request fetches the next one, and the others wait for it. When the token
 server fails, the token in use stays while it is valid. After that the destination counts as failed: its events wait as behind a
@@ -11,17 +11,17 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 from urllib.parse import quote_plus, urlencode, urlsplit
 
 import msgspec
 import structlog
 
+from services.core.authorization import Credential, NoCredential, mask_secret
 from services.core.credentials import MAX_VALUE, Held
+from services.core.http_client import BadResponse, Response
+from services.core.http_failure import BAD_RESPONSE, MAX_HOLD, Failure, classify, excerpt, parse_retry_after
 from services.core.pipe_webhook import OAuth
-from services.expel.retry_policy import MAX_HOLD, Failure, parse_retry_after
-from services.expel.webhook.authorization import Credential, NoCredential, mask_secret
-from services.expel.webhook.client import BadResponse, HttpClient, Response
-from services.expel.webhook.sender import BAD_RESPONSE, classify, excerpt
 
 log = structlog.get_logger()
 
@@ -78,6 +78,13 @@ class _Refusal:
         return self.word in _MAYBE_WAY
 
 
+class Poster(Protocol):
+    """Posts to the token server: an `HttpClient` does."""
+
+    async def post(self, headers: bytes, body: bytes) -> Response:
+        """As `HttpClient.post`."""
+
+
 class OAuthClient:
     """`Authorization` by tokens. `client` posts to the token server.
 
@@ -90,7 +97,7 @@ class OAuthClient:
         name: str,
         config: OAuth,
         secret: Held[str],
-        client: HttpClient,
+        client: Poster,
         count: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -1,0 +1,113 @@
+"""The rights that the users of our services need on a Kafka with an authorizer: the table of docs/kafka.md."""
+
+from typing import Literal
+
+from services.core.broker.rights import Kind, Right
+from services.core.pipes import PipeFile
+from services.core.provision import wanted_topics
+from services.core.topic_names import DELAYS_S, delay_topic, delivery_group, delivery_topics
+
+Service = Literal["ingest", "expel", "retrier", "observer", "autoscaler", "transform", "command line"]
+
+_NEEDED: dict[Service, tuple[tuple[str, Kind, str], ...]] = {
+    "ingest": (
+        ("Write DescribeConfigs", "topic", "STREAM"),
+        ("Write DescribeConfigs", "topic", "penstock.telemetry"),
+        ("Read Write DescribeConfigs", "topic", "penstock.control"),
+    ),
+    "expel": (
+        ("Read DescribeConfigs", "topic", "DELIVERED"),
+        ("Read Write DescribeConfigs", "topic", "TARGET"),
+        ("Read Write DescribeConfigs", "topic", "PIPE.dead"),
+        ("Read DescribeConfigs", "topic", "PIPE.retry"),
+        ("Read Write DescribeConfigs", "topic", "PIPE.parked"),
+        ("Read Write DescribeConfigs", "topic", "penstock.retry-in"),
+        ("Read Write DescribeConfigs", "topic", "penstock.control"),
+        ("Write DescribeConfigs", "topic", "penstock.telemetry"),
+        ("Create Read Write DescribeConfigs", "topic", "penstock.groups"),
+        ("Read", "group", "PIPE.DESTINATION"),
+    ),
+    "retrier": (
+        ("Read DescribeConfigs", "topic", "penstock.retry-in"),
+        ("Read Write DescribeConfigs", "topic", "DELAY"),
+        ("Read Write DescribeConfigs", "topic", "PIPE.retry"),
+        ("Write DescribeConfigs", "topic", "penstock.dead"),
+        ("Write DescribeConfigs", "topic", "penstock.telemetry"),
+        ("Create Read Write DescribeConfigs", "topic", "penstock.groups"),
+        ("Read", "group", "penstock.retrier"),
+    ),
+    "observer": (
+        ("Read", "topic", "EVERY"),
+        ("Write DescribeConfigs", "topic", "penstock.telemetry"),
+        ("Write DescribeConfigs", "topic", "penstock.observer"),
+        ("Write DescribeConfigs", "topic", "penstock.audit"),
+        ("Create Read Write DescribeConfigs", "topic", "penstock.groups"),
+        ("Read", "group", "penstock.observer"),
+        ("Describe", "group", "PIPE.DESTINATION"),
+        ("Describe", "group", "penstock.retrier"),
+    ),
+    "autoscaler": (
+        ("Read", "topic", "EVERY"),
+        ("Alter", "topic", "STREAM"),
+        ("Write DescribeConfigs", "topic", "penstock.audit"),
+        ("Describe", "group", "PIPE.DESTINATION"),
+        ("Describe", "group", "penstock.retrier"),
+    ),
+    "transform": (
+        ("Read DescribeConfigs", "topic", "SOURCE"),
+        ("Read Write DescribeConfigs", "topic", "PIPE.out"),
+        ("Read Write DescribeConfigs", "topic", "PIPE.dead"),
+        ("Write DescribeConfigs", "topic", "penstock.telemetry"),
+        ("Read Write DescribeConfigs", "topic", "penstock.control"),
+    ),
+    "command line": (
+        ("Create Read Write Alter DescribeConfigs", "topic", "EVERY"),
+        ("Create Read Write DescribeConfigs", "topic", "penstock.groups"),
+        ("Read", "group", "PIPE.DESTINATION"),
+        ("Read", "group", "penstock.retrier"),
+    ),
+}
+"""Operations, and of what. Words in capitals stand for several names (`_find_names`). Read and Write contain Describe."""
+
+
+def rights_of(service: Service, pipes: PipeFile) -> list[Right]:
+    """What the user of this service needs for this pipe file."""
+    if service == "transform":
+        transformed = {name: pipe for name, pipe in pipes.pipes.items() if pipe.transform is not None}
+        pipes = pipes.model_copy(update={"pipes": transformed})
+    found = {
+        Right(operation, kind, name): None
+        for operations, kind, names in _NEEDED[service]
+        for name in _find_names(names, pipes)
+        for operation in operations.split()
+    }
+    return list(found)
+
+
+def show_rights() -> str:
+    """The table, for docs/kafka.md."""
+    rows = ["| user of | operations | of |", "|---|---|---|"]
+    for service, needed in _NEEDED.items():
+        for number, (operations, kind, names) in enumerate(needed):
+            rows.append(f"| {'' if number else service} | {', '.join(operations.split())} | {kind} `{names}` |")
+    return "\n".join(rows)
+
+
+def _find_names(names: str, pipes: PipeFile) -> list[str]:
+    topics = [spec.name for spec in wanted_topics(pipes)]
+    found: dict[str, list[str]] = {
+        "STREAM": list(pipes.streams),
+        "EVERY": topics,
+        "DELAY": [topic for topic in map(delay_topic, DELAYS_S) if topic in topics],
+    }
+    for name, pipe in pipes.pipes.items():
+        of_pipe = {
+            "SOURCE": pipe.sources,
+            "DELIVERED": delivery_topics(name, pipe),
+            "TARGET": [one.stream for one in pipe.destinations if one.stream is not None],
+            "PIPE.DESTINATION": [delivery_group(name, one.name) for one in pipe.destinations],
+            **{f"PIPE.{end}": {f"{name}.{end}"} & set(topics) for end in ("out", "dead", "retry", "parked")},
+        }
+        for each, of_this in of_pipe.items():
+            found.setdefault(each, []).extend(of_this)
+    return found.get(names, [] if names.isupper() or names.startswith("PIPE.") else [names])
