@@ -156,7 +156,8 @@ async def test_one_client_tries_for_all(tmp_path: Path, monkeypatch: pytest.Monk
     async def attempt_all() -> list[object]:
         nonlocal asked, now
         asked, now = 0, now + 2 * LONGEST_HOLD_S
-        return await asyncio.gather(*(access.open(connect, "h", 1) for _ in range(1000)), return_exceptions=True)
+        opening = (access.open(connect, "h", 1) for _ in range(1000))
+        return list(await asyncio.gather(*opening, return_exceptions=True))
 
     found = await attempt_all()
     assert asked == 1

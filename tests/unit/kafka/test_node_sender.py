@@ -36,17 +36,13 @@ class FakeNode:
     def now() -> float:
         return 0.0
 
-    @staticmethod
-    def explain(error: Unavailable, began: float, node: int) -> Unavailable:
-        return error
-
     async def ready(self, node: int) -> bool:
         return self.connected
 
     def force_metadata_update(self) -> None:
         self.updates += 1
 
-    def explain(self, error: BrokerError) -> BrokerError:
+    def explain(self, error: BrokerError, began: float, node: int) -> BrokerError:
         return error
 
     async def send(self, node: int, request: Any) -> Any:

@@ -95,8 +95,9 @@ def _kafka_faults(facts: Facts, certificates: list[Certificate]) -> Iterator[Fil
         return
     try:
         security = load_security(path)
-        if security.sasl is not None and security.sasl.password.file is not None:
-            read_value(security.sasl.password, path.parent, {})
+        secret = None if security.sasl is None else security.sasl.secret
+        if secret is not None and secret.file is not None:
+            read_value(secret, path.parent, {})
         if security.files is not None:
             certificates += _certificates_of(None, "tls", security.files, path.parent)
             read_tls(security.files, path.parent, http=False)
