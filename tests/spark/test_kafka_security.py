@@ -101,8 +101,8 @@ def test_tasks_elsewhere_are_refused(tmp_path: Path) -> None:
 def test_by_certificate_and_not_without(spark: SparkSession, kafka: SecuredKafka, tmp_path: Path) -> None:
     """If this fails, client certificates do not reach Java; or a wrong one is a time-out, or a secret in an error."""
     tls = {"ca": str(kafka.ours.ca), "certificate": str(kafka.client)}
-    trusted = ["openssl", "x509", "-in", kafka.ours.ca, "-trustout", "-addtrust", "serverAuth", "-out", tmp_path / "ca"]
-    subprocess.run(trusted, check=True)
+    trusted = f"openssl x509 -in {kafka.ours.ca} -trustout -addtrust serverAuth -out {tmp_path / 'ca'}"
+    subprocess.run(trusted.split(), check=True)
     assert "BEGIN TRUSTED" in (tmp_path / "ca").read_text()
     path = kafka.write(tmp_path / "own", tls=tls | {"ca": str(tmp_path / "ca")}, sasl=None)
     with BrokerPipeline(spark, kafka.url("tls", path), tmp_path, partitions=2) as pipeline:

@@ -71,7 +71,7 @@ class Case:
             "late/hook",
             make_config(**more),
             Held(SECRET),
-            self.server,  # type: ignore[arg-type]
+            self.server,
             self.counted.append,
             lambda: self.now,
         )
