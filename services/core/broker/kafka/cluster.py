@@ -216,7 +216,7 @@ class Cluster:
         A node that is slow is waited for while fewer than two have answered, and `_OPINION_S` longer.
         """
         client = await self.client()
-        nodes = [broker.nodeId for broker in client.cluster.brokers()]
+        nodes, began = [broker.nodeId for broker in client.cluster.brokers()], self.now()
         asked = random.sample(nodes, min(_ASKED, len(nodes)))
         request = DescribeTopicsRequest(topics)
         pending = {asyncio.create_task(self._ask_if_ready(client, node, request)) for node in asked}
@@ -233,7 +233,7 @@ class Cluster:
             for task in pending:
                 task.cancel()
         if not found:
-            raise self.explain(Unavailable(f"none of Kafka's nodes can be reached, {self.bootstrap}"))
+            raise self.explain(Unavailable(f"none of Kafka's nodes can be reached, {self.bootstrap}"), began)
         return {
             topic: _newest(topic, known) for topic in topics if (known := [one[topic] for one in found if topic in one])
         }
