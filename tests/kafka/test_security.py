@@ -208,7 +208,7 @@ class TokenServer:
                 {"error": "invalid_client", "error_description": "it is not client-hunter3"}, status=401
             )
         now = int(time.time())
-        claims = {"sub": OPERATOR, "iat": now, "exp": now + self.lifetime}
+        claims = {"sub": OPERATOR, "iat": now, "exp": now + 1 + self.lifetime}
         parts = [base64.urlsafe_b64encode(json.dumps(part).encode()) for part in ({"alg": "none"}, claims)]
         token = b".".join(part.rstrip(b"=") for part in (*parts, b"")).decode()
         return web.json_response({"access_token": token, "token_type": "Bearer", "expires_in": abs(self.lifetime)})
