@@ -3,6 +3,7 @@
 import argparse
 import gc
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,10 @@ from tests.simulation.verdict import Verdict
 
 COLLECT_EVERY = 25
 """Histories: what is in cycles is thrown away then, and not in the middle of one, which takes a tenth of the time."""
+MEMORY_BYTES = 3 << 30
+"""More than any history takes that ends. One that does not end must not take the memory of other tests."""
+MAX_FAILED = 20
+"""Histories that fail before the run stops: many fail for one reason, and some of them take minutes."""
 PROVE_WITHIN = 20_000
 """Seeds in which the fault of each mend must be found."""
 
@@ -53,6 +58,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.prove:
         return prove(given.first, given.seeds or PROVE_WITHIN, [given.without] if given.without else None)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     replace_seams()
     replace_connections()
     replace_threads()
@@ -68,7 +74,7 @@ def main() -> int:
             continue
         verdict = run(seed)
         failed += _report(verdict) if verdict.complaints or given.tell else 0
-        if failed and given.first_failure:
+        if failed >= (1 if given.first_failure else MAX_FAILED):
             break
         if count % COLLECT_EVERY == 0:
             gc.collect()

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from aiokafka import errors as kafka
+from aiokafka.client import AIOKafkaClient
 
 from services.core.broker.kafka.appender import KafkaAppender
 from services.core.broker.kafka.cluster import Cluster as KafkaCluster
@@ -219,21 +220,19 @@ def _settle(begun: "int | tuple[int, asyncio.Future[int]]") -> tuple[int, int]:
 _METADATA_AGE = Timing().metadata
 
 
-class Wire:
+class Wire(KafkaCluster):
     """What the appender uses of `kafka.cluster.Cluster`: one process's connections and metadata."""
 
-    timing = Timing()
-
     def __init__(self, kafka_nodes: KafkaNodes) -> None:
+        super().__init__("simulated", "wire", Timing())
         self._kafka = kafka_nodes
         self._world, self._machine = kafka_nodes.cluster, kafka_nodes.cluster.machine
         self._known: dict[str, list[int | None]] = {}
-        self._tracked: set[str] = set()
         self._known_at = 0.0
 
-    async def client(self) -> "Wire":
+    async def client(self) -> AIOKafkaClient:
         """As there; this is the client as well, and its metadata."""
-        return self
+        return cast("AIOKafkaClient", self)
 
     @property
     def cluster(self) -> "Wire":
@@ -332,5 +331,5 @@ class Wire:
 
 def make_appender(kafka_nodes: KafkaNodes) -> KafkaAppender:
     """The real one, with connections of its own."""
-    wire = cast("KafkaCluster", Wire(kafka_nodes))
+    wire = Wire(kafka_nodes)
     return KafkaAppender(wire, TopicLimits(wire))

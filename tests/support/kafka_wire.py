@@ -9,13 +9,14 @@ import random
 import struct
 from collections.abc import Coroutine
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from aiokafka import errors as kafka
+from aiokafka.client import AIOKafkaClient
 from aiokafka.record.memory_records import MemoryRecords
 
 from services.core.broker.errors import Unavailable
-from services.core.broker.kafka.cluster import Timing
+from services.core.broker.kafka.cluster import Cluster, Timing
 from tests.support.kafka_leader import NONE, REQUEST_TIMED_OUT, UNKNOWN_TOPIC, Nodes, Partition, StoredBatch
 
 TOPIC = "events"
@@ -30,7 +31,7 @@ arrives seconds after the connection broke; *very late*: also after everybody ha
 _LATE = {"late": 4.0, "very late": 30.0}
 
 
-class ModelCluster:
+class ModelCluster(Cluster):
     """One client's connections to three nodes that hold one topic. All knobs may be turned at any time.
 
     links: how the connection to a node is. instead: codes that a node answers instead of asking the model.
@@ -38,9 +39,8 @@ class ModelCluster:
     asked: the node that is asked for metadata; None: any that moves.
     """
 
-    timing = Timing()
-
     def __init__(self, partitions: int, *, forgetful: bool) -> None:
+        super().__init__("nowhere:0", "model", Timing())
         self.nodes = Nodes()
         leaders = self.nodes.names
         self.partitions = [
@@ -59,19 +59,9 @@ class ModelCluster:
 
     # What the appender calls.
 
-    async def client(self) -> "ModelCluster":
+    async def client(self) -> AIOKafkaClient:
         """As `Cluster.client`; this is its own client, and its own metadata."""
-        return self
-
-    @staticmethod
-    def now() -> float:
-        """As `Cluster.now` without a login."""
-        return 0.0
-
-    @staticmethod
-    def explain(error: Unavailable, _began: float, _node: int) -> Unavailable:
-        """As `Cluster.explain` without a login."""
-        return error
+        return cast("AIOKafkaClient", self)
 
     def partitions_for_topic(self, _topic: str) -> set[int]:
         """Of aiokafka's metadata."""

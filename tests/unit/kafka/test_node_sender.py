@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 from aiokafka import errors as kafka
+from aiokafka.client import AIOKafkaClient
 from prometheus_client import REGISTRY
 
 from services.core.broker.errors import BrokerError, OutcomeUnknown, Throttled, Unavailable
@@ -13,12 +14,11 @@ from services.core.broker.kafka.cluster import Cluster, Timing
 from services.core.broker.kafka.node_sender import NodeSender, PendingBatch
 
 
-class FakeNode:
+class FakeNode(Cluster):
     """A cluster of one node that answers as it is told."""
 
-    timing = Timing()
-
     def __init__(self) -> None:
+        super().__init__("nowhere:0", "test", Timing())
         self.requests: list[list[tuple[str, list[tuple[int, bytes]]]]] = []
         self.connected = True
         self.error: Exception | None = None
@@ -29,21 +29,14 @@ class FakeNode:
         self.code = 0
         self.updates = 0
 
-    async def client(self) -> "FakeNode":
-        return self
-
-    @staticmethod
-    def now() -> float:
-        return 0.0
+    async def client(self) -> AIOKafkaClient:
+        return cast("AIOKafkaClient", self)
 
     async def ready(self, node: int) -> bool:
         return self.connected
 
     def force_metadata_update(self) -> None:
         self.updates += 1
-
-    def explain(self, error: BrokerError, began: float, node: int) -> BrokerError:
-        return error
 
     async def send(self, node: int, request: Any) -> Any:
         topics = request.prepare({0: (3, 7)}).topics
@@ -58,7 +51,25 @@ class FakeNode:
 
 
 def _sender(node: FakeNode) -> NodeSender:
-    return NodeSender(cast("Cluster", node), 1)
+    return NodeSender(node, 1)
+
+
+async def test_an_exchange_that_nobody_foresaw_leaves_no_batch_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: an append waits for ever when the exchange ends before it has taken its batches."""
+    node = FakeNode()
+
+    async def fail() -> AIOKafkaClient:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(node, "client", fail)
+    batch, sender = PendingBatch("a", 0, b"x"), _sender(node)
+    sender.add(batch, 1.0)
+    running = sender.task
+    with pytest.raises(OutcomeUnknown):
+        await asyncio.wait_for(batch.answer, 5)
+    assert running is not None
+    with pytest.raises(RuntimeError, match="unforeseen"):
+        await running
 
 
 async def test_parcels_of_one_turn_travel_together() -> None:

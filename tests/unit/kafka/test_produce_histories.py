@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -22,7 +22,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from services.core.broker.errors import OutcomeUnknown
 from services.core.broker.kafka.appender import KafkaAppender, SequenceState
-from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.error_codes import name_of
 from services.core.broker.kafka.topic_settings import TopicLimits
 from services.core.broker.producer import Producer, SendResult
@@ -137,8 +136,7 @@ class Produce(RuleBasedStateMachine):
     def begin(self, *, forgetful: bool) -> None:
         """An old Kafka or a new one."""
         self.model = ModelCluster(PARTITIONS, forgetful=forgetful)
-        cluster = cast("Cluster", self.model)
-        self.appender = self.made_by(cluster, TopicLimits(cluster))
+        self.appender = self.made_by(self.model, TopicLimits(self.model))
         self.producer = Producer(self.appender, policy=POLICY)
 
     # What clients do.

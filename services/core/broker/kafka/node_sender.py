@@ -69,8 +69,8 @@ class NodeSender:
     async def _exchange(self) -> None:
         """Connect, send the waiting batches, settle each with its answer."""
         batches: list[PendingBatch] = []
-        began = self._cluster.now()
         try:
+            began = self._cluster.now()
             client = await self._cluster.client()
             connected = await client.ready(self._node)
             batches = self._next_request()
@@ -88,7 +88,9 @@ class NodeSender:
         except BrokerError as error:
             self._fail(batches or self._next_request(), error)
         except BaseException:
-            self._fail(batches, OutcomeUnknown(f"the exchange with Kafka node {self._node} broke off"))
+            self._fail(
+                batches or self._next_request(), OutcomeUnknown(f"the exchange with Kafka node {self._node} broke off")
+            )
             raise
         else:
             if self._settle(batches, answer) & STALE_LEADER:
