@@ -88,9 +88,9 @@ def loss_table(body: dict[str, Any]) -> Table:
             late += f", planned: {planned['kind']} by {planned['by'] or 'somebody'}"
         steps = {(step["node"], step["destination"]): step for step in row["steps"]}
         missing = [_missing(steps.get(one), row, body["threshold"]) for one in found] or [Text("0")]
-        loss = row["final_loss"] or row["loss"]  # the final loss first, then the loss that may still shrink
+        loss = "open" if row["loss"] and not row["final_loss"] and not row["final"] else f"{row['final_loss']:.2%}"
         cells = (row["minute"], str(row["accepted"]), *missing, str(row["waiting"]))
-        table.add_row(*cells, Text(f"{loss:.2%}", style=style), Text(state + late))
+        table.add_row(*cells, Text(loss, style=style), Text(state + late))
     return table
 
 
@@ -103,13 +103,15 @@ def outcome_table(body: dict[str, Any]) -> Table:
     totals: dict[tuple[str, str | None], Counter[str]] = {}
     for step in (step for row in body["minutes"] for step in row["steps"] if step["node"] in ("transform", "expel")):
         total = totals.setdefault((step["node"], step["destination"]), Counter())
-        total.update({**step["outcomes"], "events": step["expected"], "missing": step["missing"]})
+        total.update({**step["outcomes"], "events": step["expected"], _open_or_missing(step): step["missing"]})
     for step in (step for row in body["minutes"] for step in row["steps"] if step["node"] == "retrier"):
         # An event that the retrier lost is among those that expel handed over to it.
-        totals["expel", step["destination"]].update({"retrying": -step["missing"], "missing": step["missing"]})
+        totals["expel", step["destination"]].update(
+            {"retrying": -step["missing"], _open_or_missing(step): step["missing"]}
+        )
     shown = {
         "passed on": ("passed",), "delivered": ("delivered",), "waiting": ("retrying", "parked"), "dead": ("dead",),
-        "filtered": ("filtered",), "skipped": ("skipped",), "unknown": ("unknown",), "missing": ("missing",),
+        "filtered": ("filtered",), "skipped": ("skipped",), "unknown": ("unknown",), "open": ("open",), "missing": ("missing",),
     }  # fmt: skip
     always = ("delivered", "waiting", "dead", "missing")
     used = [
@@ -134,12 +136,17 @@ def describe_results(body: dict[str, Any]) -> str | None:
     )
 
 
+def _open_or_missing(step: dict[str, Any]) -> str:
+    return "missing" if step["final"] else "open"
+
+
 def _missing(step: dict[str, Any] | None, row: dict[str, Any], threshold: float) -> Text:
     """The missing count, coloured. A final destination is judged even if others are not final yet."""
     if step is None or not step["missing"]:
         return Text("0")
-    lost = step["missing"] if step["final"] else 0
-    return Text(str(step["missing"]), style=_style(lost / row["accepted"], step, threshold))
+    if not step["final"]:
+        return Text(f"{step['missing']} open", style="dim")
+    return Text(str(step["missing"]), style=_style(step["missing"] / row["accepted"], step, threshold))
 
 
 def _style(loss: float, judged: dict[str, Any], threshold: float) -> str:

@@ -139,6 +139,7 @@ class Trial:
     """The result of a pipe's transform on a sample, in the words of the command line.
 
     refused: events that ingest would refuse. late: events that are behind the watermark of the events before them, with ms.
+    newest_ms: the time of each stream's newest event; dead letters, here and in `late`, move no watermark.
     repeated: ids that several outputs have. filtered: the number of events in no output; None where outputs are new events.
     absent: as in `Sample`; a stream without a field for the time only where the pipe has a watermark.
     """
@@ -150,6 +151,7 @@ class Trial:
     outputs: Sequence[Record]
     dead: Sequence[DeadLetter]
     late: Mapping[str, int]
+    newest_ms: Mapping[str, int]
     repeated: Sequence[str]
     filtered: int | None
     absent: Sequence[AbsentField] = ()
@@ -170,7 +172,7 @@ class Trial:
 
     @property
     def _places(self) -> dict[str, str]:
-        return {f"{one.topic}:{one.partition}:{one.offset}": one.place for one in self.records}
+        return {_position_of(one): one.place for one in self.records}
 
     def as_json(self) -> dict[str, Any]:
         """Everything; times in RFC 3339. A payload that is not UTF-8 has replacement characters."""
@@ -241,22 +243,29 @@ def sum_up(
     repeated = sorted(str(event_id) for event_id, count in counts.items() if count > max(1, expected[event_id]))
     filtered = None
     if result.keeps_events and not result.broken:
-        left = [one for one in tried if f"{one.topic}:{one.partition}:{one.offset}" not in gone]
-        filtered = sum(read_id(one.record) not in counts for one in left)
+        filtered = sum(read_id(one.record) not in counts for one in tried if _position_of(one) not in gone)
     windowed = pipe.transform is not None and pipe.transform.watermark is not None
     absent = [one for one in absent if one.field is not None or windowed]
-    return Trial(name, records, refused, result, outputs, dead, _find_late(pipe, records), repeated, filtered, absent)
+    living = [one for one in records if _position_of(one) not in gone]
+    late, newest_ms = _find_late(pipe, living)
+    return Trial(name, records, refused, result, outputs, dead, late, newest_ms, repeated, filtered, absent)
 
 
-def _find_late(pipe: Pipe, records: Sequence[SampleRecord]) -> dict[str, int]:
-    """By place: how far an event is behind the newest one before it in its stream, ms, if that is more than the watermark."""
+def _position_of(one: SampleRecord) -> str:
+    """As a dead letter names its source."""
+    return f"{one.topic}:{one.partition}:{one.offset}"
+
+
+def _find_late(pipe: Pipe, records: Sequence[SampleRecord]) -> tuple[dict[str, int], dict[str, int]]:
+    """By place: how far an event is behind the newest one before it in its stream, ms, if that is more than the watermark.
+    By stream: the time of its newest event, ms."""
     delay = pipe.transform.watermark if pipe.transform is not None else None
     found: dict[str, int] = {}
     newest: dict[str, int] = {}
-    for one in records if delay is not None else ():
+    for one in records:
         time_ms = one.record.timestamp
         behind = newest.get(one.topic, time_ms) - time_ms
         if delay is not None and behind >= delay * 1000:
             found[one.place] = behind
         newest[one.topic] = max(time_ms, newest.get(one.topic, time_ms))
-    return found
+    return found, newest

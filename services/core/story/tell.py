@@ -461,8 +461,10 @@ class _LaneTeller:
         if not self._facts.has_all:
             return "read; the search ended before it found more"
         if self._event.run is None and self._event.made_by is not None:
-            made = "it was made by a transform over several events"
-            return f"read, and neither waiting nor dead; its deliveries are not recorded: {made}"
+            return (
+                "settled, and neither waiting nor dead: it was delivered, or skipped by an operator. No report names it, "
+                "because it is a result of several events"
+            )
         if not self._facts.reports.complete:
             return "read, and neither waiting nor dead; reports of deliveries are kept for a day"
         if self._event.run is None:

@@ -217,11 +217,8 @@ def _warnings(trial: Trial, pipe: Pipe) -> Iterator[str]:
 def _when_live(trial: Trial, sources: Sequence[str], delay: float) -> str:
     """When the results of windows come from a running fleet. delay: the watermark, s."""
     text = f"live, a window's result comes only when an event is {format_duration(delay)} or more later than the window's end"
-    newest = [
-        max((one.record.timestamp for one in trial.records if one.topic == topic), default=None) for topic in sources
-    ]
-    known = [time_ms for time_ms in newest if time_ms is not None]
-    if len(known) < len(newest):
+    known = [time_ms for topic in sources if (time_ms := trial.newest_ms.get(topic)) is not None]
+    if len(known) < len(sources):
         return f"{text}, in each source"
     return f"{text}. This sample alone would bring windows that ended by {format_time(min(known) - int(delay * 1000))} at most"
 

@@ -478,7 +478,7 @@ async def test_a_result_of_several_events(history: History) -> None:
     (event,) = (await story_of(history, "sum")).events
     found = lane(event, "large", "big")
     assert (event.made_by, event.origin, found.state) == ("large", None, "unknown")
-    assert found.now.endswith("its deliveries are not recorded: it was made by a transform over several events")
+    assert found.now.startswith("settled, and neither waiting nor dead: it was delivered, or skipped by an operator.")
 
 
 async def test_a_redrive_to_the_stream_is_a_copy(history: History, capsys: pytest.CaptureFixture[str]) -> None:

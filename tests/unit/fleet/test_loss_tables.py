@@ -73,5 +73,14 @@ def test_the_loss_table_says_where_events_are_missing_and_what_became_of_the_oth
     assert (shown["missing at retrier to crm"], "missing at transform" in shown) == ("1", False)
     assert [(one["waiting"], one["missing"]) for one in _cells(outcome_table(body))] == [("", "0"), ("2", "1")]
 
+    retrier["missing"], expel["missing"], expel["final"] = 0, 2, False
+    row |= {"final": False, "loss": 0.2, "why_open": "late events may come"}
+    shown = _cells(loss_table(body))[0]
+    assert (shown["missing at expel to crm"], shown["loss"]) == ("2 open", "open")
+    assert [(one["open"], one["missing"]) for one in _cells(outcome_table(body))] == [("0", "0"), ("2", "0")]
+    expel["final"], row["final_loss"] = True, 0.2
+    shown = _cells(loss_table(body))[0]
+    assert (shown["missing at expel to crm"], shown["loss"]) == ("2", "20.00%")
+
     transform["outcomes"] = {"passed": 0, "filtered": 9}
     assert "new events" in (describe_results(body) or "")

@@ -111,7 +111,7 @@ def loss(names: Names) -> Shown:
 def outcomes(names: Names) -> Shown:
     many = dict.fromkeys(("passed", "delivered", "retrying", "dead", "filtered", "skipped", "unknown"), 123_456)
     steps = [
-        {"node": node, "destination": to, "expected": 123_456_789, "missing": 0, "outcomes": many}
+        {"node": node, "destination": to, "expected": 123_456_789, "missing": 0, "outcomes": many, "final": True}
         for node, to in (("transform", None), ("expel", names.destination))
     ]
     kept = [f"expel to {names.destination}", "246913578", "246912", "skipped", "missing"]
@@ -210,7 +210,7 @@ def tried(names: Names) -> Shown:
     source = SampleRecord(place, names.stream, 1023, "123456789", record)
     letter = DeadLetter(Position("p.dead", 0, 0), record, "p", "", "transform", "schema_mismatch", WORDS, 0, 0, place)
     refused = RefusedEvent(place, "bad-id-characters", WORDS)
-    trial = Trial(names.pipe, [source], [refused], TrialResult(), [record], [letter], {}, [], 0)
+    trial = Trial(names.pipe, [source], [refused], TrialResult(), [record], [letter], {}, {}, [], 0)
     return Shown(Group(*trial_tables(trial)), [event, place, "schema_mismatch", "bad-id-characters", "customer-4711"])
 
 

@@ -11,7 +11,8 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import TopicSpec
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.producer import Producer
-from services.core.broker.record import Record
+from services.core.broker.record import Record, TopicPartition
+from services.core.dead_letter import make_dead_letter
 from services.core.event import ARRIVAL, ID, OUTPUTS
 from services.core.pipes import PipeFile, load_pipes
 from services.core.sample import AbsentField, SampleEvent, SampleRecord, TrialResult, UndeclaredField
@@ -105,6 +106,14 @@ def test_what_became_of_each_event_is_counted(pipes: PipeFile) -> None:
     joined = trial.sum_up("one", pipes.pipes["one"], records, [], TrialResult(outputs[:2], row_by_row=False))
     (live,) = [note for note in _warnings(joined, pipes.pipes["one"]) if note.startswith("live, ")]
     assert "when an event is 1m or more later than the window's end. This sample alone would bring windows" in live
+    assert f"that ended by {format_time(NOW - 60_000)} at most" in live
+    ahead = record(4, "d", NOW + 3_600_000)
+    letter = make_dead_letter(
+        ahead.record, reason="schema_mismatch", detail="", node="transform", pipe="one", first_failure=NOW,
+        source=TopicPartition("s", 0), offset=4, now_ms=NOW,
+    )  # fmt: skip
+    dead = trial.sum_up("one", pipes.pipes["one"], [*records, ahead], [], TrialResult(dead=[letter], row_by_row=False))
+    (live,) = [note for note in _warnings(dead, pipes.pipes["one"]) if note.startswith("live, ")]
     assert f"that ended by {format_time(NOW - 60_000)} at most" in live
     assert (new.filtered, new.repeated, new.is_good) == (None, [], True)
 
