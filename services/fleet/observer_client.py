@@ -99,7 +99,10 @@ def _label(node: str, destination: str | None) -> str:
 
 
 def outcome_table(body: dict[str, Any]) -> Table:
-    """One row per step: what became of the events of all these minutes so far. Each is in one column behind `events`."""
+    """One row per step: what became of the events of all these minutes so far. Each is in one column behind `events`.
+
+    A destination that gets only results over several events has no counts: the ledger has none.
+    """
     totals: dict[tuple[str, str | None], Counter[str]] = {}
     for step in (step for row in body["minutes"] for step in row["steps"] if step["node"] in ("transform", "expel")):
         total = totals.setdefault((step["node"], step["destination"]), Counter())
@@ -118,7 +121,11 @@ def outcome_table(body: dict[str, Any]) -> Table:
         name for name, parts in shown.items() if name in always or any(t[one] for t in totals.values() for one in parts)
     ]
     table = make_table("outcome so far", "events", *used, right=("events", *used))
+    uncounted = describe_results(body) is not None
     for (node, destination), total in totals.items():
+        if uncounted and node == "expel" and not total["events"]:
+            table.add_row(_label(node, destination), "not counted", *("" for _ in used))
+            continue
         other = {"delivered", "waiting"} if node == "transform" else {"passed on"}
         counts = ["" if name in other else str(sum(total[one] for one in shown[name])) for name in used]
         table.add_row(_label(node, destination), str(total["events"]), *counts)
@@ -132,7 +139,8 @@ def describe_results(body: dict[str, Any]) -> str | None:
         return None
     return (
         "filtered at the transform: it dropped the event, or made it part of a result over several events. "
-        "Such results are new events: this table counts neither them nor their deliveries"
+        "Such results are new events: this table counts neither them nor their deliveries. "
+        "Try: penstock status, which has the number of delivered results"
     )
 
 

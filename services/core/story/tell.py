@@ -9,7 +9,7 @@ from services.core.event import OUTPUTS, read_arrival
 from services.core.failed_attempts import PARTIAL, FailedAttempt
 from services.core.ledger.report import Outcome
 from services.core.masking import mask_text
-from services.core.pipes import Destination
+from services.core.pipes import Destination, is_retried
 from services.core.retry_state import BREAKER_OPEN, RetryState, state_of
 from services.core.story.facts import DEAD, Event, Facts, failed_attempts_of, lane_of
 from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, State
@@ -453,8 +453,17 @@ class _LaneTeller:
             return "not_read", f"not read yet: its group has settled nothing in this partition{late}", position
         if before >= 0:
             behind = _behind(before, read[0].position.topic, contiguous=self._facts.contiguous)
-            return "not_read", f"not delivered yet; {behind}", position
+            return "not_read", f"not delivered yet; {behind}{self._attempts_later()}", position
         return "unknown", self._why_unknown(), None
+
+    def _attempts_later(self) -> str:
+        """Of a destination whose events wait in their stream: nothing is written about an attempt before the outcome."""
+        if self._declared is None or self._declared.webhook is None or is_retried(self._declared):
+            return ""
+        return (
+            "; this destination's attempts are recorded with the outcome: until then, penstock status counts them "
+            "(retried), and penstock doctor says why they fail"
+        )
 
     def _why_unknown(self) -> str:
         """Of an event that the lane's group has settled."""

@@ -236,6 +236,20 @@ async def test_each_outcome_is_told(history: History) -> None:
     assert "1 event of orders is before it" in (await billing_of(history, "last")).now
 
 
+@pytest.mark.parametrize(("webhook", "is_said"), [({"order": "key"}, True), ({"schedule": []}, True), ({}, False)])
+async def test_attempts_that_no_record_has_yet(history: History, webhook: dict[str, object], is_said: bool) -> None:
+    """Broken: an event that an ordered destination has tried for an hour looks as if nobody had tried it."""
+    pipe = {"sources": ["orders"], "destinations": [{"name": "billing", "webhook": HOOK | webhook}]}
+    file = PipeFile.model_validate({"streams": {"orders": {"partitions": 1}}, "pipes": {"shop": pipe}})
+    await history.accept("done")
+    await history.accept("tried")
+    await history.broker.admin.set_committed("shop.billing", "orders", {0: 0})
+    scope = replace(SCOPE, streams=("orders",), pipes=("shop",))
+    (event,) = (await find_story(history.broker, file, "tried", scope, LIMITS)).events
+    told = lane(event, "shop", "billing")
+    assert (told.state, "attempts are recorded with the outcome" in told.now) == ("not_read", is_said)
+
+
 @pytest.mark.parametrize("is_running", [False, True])
 async def test_outcomes_that_no_report_can_tell(tmp_path: Path, is_running: bool) -> None:
     """Broken: with the ledger off, or before the start of a destination that begins at the newest event, all events are lost."""

@@ -82,5 +82,15 @@ def test_the_loss_table_says_where_events_are_missing_and_what_became_of_the_oth
     shown = _cells(loss_table(body))[0]
     assert (shown["missing at expel to crm"], shown["loss"]) == ("2", "20.00%")
 
+
+def test_results_over_several_events_are_not_counted_as_none() -> None:
+    """Broken: a pipe with an aggregate shows 0 delivered, and a newcomer thinks that nothing was."""
+    transform: dict[str, Any] = {"node": "transform", "destination": None, "expected": 9, "missing": 0, "final": True}
     transform["outcomes"] = {"passed": 0, "filtered": 9}
-    assert "new events" in (describe_results(body) or "")
+    expel = {**transform, "node": "expel", "destination": "crm", "expected": 0, "outcomes": {"delivered": 0, "dead": 0}}
+    body: dict[str, Any] = {"minutes": [{"steps": [transform, expel]}]}
+    first, second = _cells(outcome_table(body))
+    assert (first["filtered"], second["events"], second["delivered"], second["dead"]) == ("9", "not counted", "", "")
+    assert "penstock status, which has the number of delivered results" in (describe_results(body) or "")
+    expel.update(expected=4, outcomes={"delivered": 4})  # of a transform that makes new events
+    assert _cells(outcome_table(body))[1]["delivered"] == "4"
