@@ -260,8 +260,11 @@ def render_loss(loss: Loss) -> RenderableType:
     """Shown after the demo's own result."""
     if not loss.get("minutes"):
         return Text("the observer has no minute of this pipe", style="yellow")
-    words = f"the observer's loss table: {loss['missing']:,} of {loss['accepted']:,} events are missing"
-    table = Text(), Text(words, style="bold red" if loss["missing"] else "bold green"), loss_table(loss)
+    lost = sum(row["lost"] for row in loss["minutes"])
+    words = f"the observer's loss table: {lost:,} of {loss['accepted']:,} events are missing"
+    words += f", {loss['missing'] - lost:,} open" if loss["missing"] > lost else ""
+    style = "bold red" if lost else "bold yellow" if loss["missing"] else "bold green"
+    table = Text(), Text(words, style=style), loss_table(loss)
     return Group(*table) if all(row["final"] for row in loss["minutes"]) else Group(*table, Text(_OPEN, style="dim"))
 
 

@@ -18,6 +18,7 @@ def test_minutes_that_are_open_are_said_to_be(final: tuple[bool, bool]) -> None:
         "minute": "2026-11-21T08:05Z",
         "accepted": 10,
         "waiting": 0,
+        "lost": 0,
         "loss": 0.0,
         "final_loss": 0.0,
         "late": 0,

@@ -199,7 +199,15 @@ def _ledger(destination: str) -> dict[str, Any]:
         {"node": node, "destination": to, "missing": 0, "outcomes": {"delivered": 0}, "final": False}
         for node, to in (("ingest", None), ("transform", None), ("expel", destination))
     ]
-    row = {"minute": "2026-11-21T08:05Z", "accepted": 10_000, "waiting": 0, "loss": 0.0, "final_loss": 0.0, "late": 0}
+    row = {
+        "minute": "2026-11-21T08:05Z",
+        "accepted": 10_000,
+        "waiting": 0,
+        "lost": 0,
+        "loss": 0.0,
+        "final_loss": 0.0,
+        "late": 0,
+    }
     minute = {**row, "steps": steps, "final": False, "why_open": "late events may come"}
     return {"minutes": [minute, minute], "accepted": 20_000, "missing": 0, "threshold": 0.01}
 
