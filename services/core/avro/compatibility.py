@@ -1,0 +1,211 @@
+"""Compares a new schema with earlier ones, as a level demands, and offers changes that make it compatible.
+
+BACKWARD: the new schema reads what the last one wrote. FORWARD: the last schema reads what the new one writes. FULL: both.
+TRANSITIVE: not only with the last schema, but with all of them. NONE: anything goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final
+
+from services.core.avro.differences import Finding, find, fragment
+from services.core.avro.fixes import candidates
+from services.core.avro.json_document import Fault, Json, SchemaError
+from services.core.avro.patch import Operation, PatchError, apply_patch
+from services.core.avro.resolution import TooComplex
+from services.core.avro.schema import Named, Schema
+
+MAX_TRIES: Final = 200
+"""How many candidates of fixes are tried in one comparison. Later findings get none."""
+MAX_ROUNDS: Final = 100
+"""How many fixes a repair may need."""
+
+
+class Level(StrEnum):
+    """What a new version must be compatible with."""
+
+    NONE = "NONE"
+    BACKWARD = "BACKWARD"
+    BACKWARD_TRANSITIVE = "BACKWARD_TRANSITIVE"
+    FORWARD = "FORWARD"
+    FORWARD_TRANSITIVE = "FORWARD_TRANSITIVE"
+    FULL = "FULL"
+    FULL_TRANSITIVE = "FULL_TRANSITIVE"
+
+    @property
+    def transitive(self) -> bool:
+        """Whether all earlier versions count, not only the last one."""
+        return self.value.endswith("_TRANSITIVE")
+
+    @property
+    def new_reads(self) -> bool:
+        """Whether the new schema must read what earlier ones wrote."""
+        return self.value.startswith(("BACKWARD", "FULL"))
+
+    @property
+    def old_reads(self) -> bool:
+        """Whether earlier schemas must read what the new one writes."""
+        return self.value.startswith(("FORWARD", "FULL"))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Why two schemas are not compatible, in one place.
+
+    path: a JSON pointer into the new schema. rule: an id of `rules.py`. reader, writer: the types that do not fit; where breaks
+    is FULL, the reader is the new one. breaks: BACKWARD, FORWARD or FULL. fix: a JSON Patch (RFC 6902) of the new schema that
+    ends this difference, or None. against: the index of the earlier schema.
+    """
+
+    path: str
+    rule: str
+    reader: Json
+    writer: Json
+    breaks: str
+    message: str
+    fix: list[Operation] | None
+    against: int = 0
+
+    def to_json(self) -> dict[str, Json]:
+        """The difference as an API gives it, without the index."""
+        fix: Json = None if self.fix is None else list(self.fix)
+        return {
+            "path": self.path,
+            "rule": self.rule,
+            "reader": self.reader,
+            "writer": self.writer,
+            "breaks": self.breaks,
+            "message": self.message,
+            "fix": fix,
+        }
+
+
+def check(level: Level, new: Schema, existing: Sequence[Schema]) -> list[Difference]:
+    """What the level forbids in the new schema; empty when it is compatible. existing: earlier versions, the oldest first.
+
+    Raises TooComplex.
+    """
+    differences: list[Difference] = []
+    tries = [MAX_TRIES]
+    for index, old in _counted(level, existing):
+        found = [replace(difference, against=index) for difference in _compare(new, old, level, tries)]
+        seen = {(difference.path, difference.rule, difference.breaks) for difference in differences}
+        differences += [item for item in found if (item.path, item.rule, item.breaks) not in seen]
+    return differences
+
+
+def compatible(level: Level, new: Schema, existing: Sequence[Schema]) -> bool:
+    """Whether `check` finds nothing. Makes no fixes, so it is quicker. Raises TooComplex."""
+    return not any(_findings(new, old, level) for _, old in _counted(level, existing))
+
+
+def repair(level: Level, new: Schema, existing: Sequence[Schema]) -> list[Operation] | None:
+    """One JSON Patch of the new schema that makes it compatible: the fixes, one after the other. None when there is none.
+
+    Raises TooComplex.
+    """
+    patch: list[Operation] = []
+    schema = new
+    for _ in range(MAX_ROUNDS):
+        found = check(level, schema, existing)
+        if not found:
+            return patch
+        fix = next((difference.fix for difference in found if difference.fix is not None), None)
+        changed = None if fix is None else _apply(schema, fix)
+        if fix is None or changed is None:
+            return None
+        patch += fix
+        schema = changed
+    return None
+
+
+def _counted(level: Level, existing: Sequence[Schema]) -> Iterable[tuple[int, Schema]]:
+    if level is Level.NONE or not existing:
+        return ()
+    return list(enumerate(existing)) if level.transitive else [(len(existing) - 1, existing[-1])]
+
+
+def _findings(new: Schema, old: Schema, level: Level) -> list[tuple[Finding, bool]]:
+    found = [(finding, True) for finding in find(new, old, new_reads=True)] if level.new_reads else []
+    return found + ([(finding, False) for finding in find(old, new, new_reads=False)] if level.old_reads else [])
+
+
+def _compare(new: Schema, old: Schema, level: Level, tries: list[int]) -> list[Difference]:
+    found = _findings(new, old, level)
+    places: dict[tuple[str, str], list[tuple[Finding, bool]]] = {}
+    for finding, new_reads in found:
+        places.setdefault((finding.site, finding.rule), []).append((finding, new_reads))
+    differences = []
+    for group in places.values():
+        finding = group[0][0]
+        directions = {"BACKWARD" if new_reads else "FORWARD" for _, new_reads in group}
+        differences.append(
+            Difference(
+                finding.site,
+                finding.rule,
+                fragment(finding.reader, finding.field),
+                fragment(finding.writer, None),
+                "FULL" if len(directions) == 2 else directions.pop(),
+                finding.message,
+                _fix(group, new, old, level, len(found), tries),
+            )
+        )
+    return differences
+
+
+def _fix(
+    group: list[tuple[Finding, bool]], new: Schema, old: Schema, level: Level, before: int, tries: list[int]
+) -> list[Operation] | None:
+    """The first candidate that ends all findings of the group, otherwise the first that ends one. None when there is none."""
+    origin = new.origin
+    best: list[Operation] | None = None
+    if origin is None:
+        return None
+    known = _names(new)
+    for finding, new_reads in group:
+        for patch in candidates(finding, origin.document, new_reads=new_reads, known=known):
+            if tries[0] <= 0:
+                return best
+            tries[0] -= 1
+            after = _count(_apply(new, patch), old, level, before)
+            if after <= before - len(group):
+                return patch
+            if after < before and best is None:
+                best = patch
+    return best
+
+
+def _count(changed: Schema | None, old: Schema, level: Level, before: int) -> int:
+    """The findings that are left; as many as before when the changed schema is none."""
+    try:
+        return before if changed is None else len(_findings(changed, old, level))
+    except TooComplex:
+        return before
+
+
+def _apply(schema: Schema, patch: Sequence[Operation]) -> Schema | None:
+    """The changed schema. None when it is none."""
+    origin = schema.origin
+    if origin is None:
+        return None
+    try:
+        return origin.again(apply_patch(origin.document, patch), schema.full_name)
+    except (PatchError, Fault, SchemaError):
+        return None
+
+
+def _names(schema: Schema) -> set[str]:
+    """The named types of a schema."""
+    names: set[str] = set()
+    open_: list[Schema] = [schema]
+    while open_:
+        node = open_.pop()
+        if isinstance(node, Named):
+            if node.name in names:
+                continue
+            names.add(node.name)
+        open_.extend(node.inner())
+    return names
