@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 
 from services.core.address import parse_address
-from services.core.pipe_table import Table
+from services.core.pipe_table import Table, not_on_cluster
 from services.core.pipes import PipeFile, read_pipes
 from services.core.settings import Settings
 from services.core.units import Duration, Size
@@ -191,14 +191,10 @@ def check_tables(settings: TransformSettings, selected: "SelectedPipes") -> None
     """Before Spark starts: can executors read these tables? Raises BadConfiguration with every mistake."""
     if settings.master_kind() is MasterKind.LOCAL:
         return
-    text = (
-        f"the executors of {settings.master} read it, on other hosts, and it is a folder of this one. "
-        "Try: an object store (s3a://bucket/customers), or jdbc"
-    )
     problems = [
-        selected.document.problem(("tables", name, "parquet"), text)
+        selected.document.problem(("tables", name, "parquet"), not_on_cluster(settings.master))
         for name, table in selected.tables().items()
-        if table.parquet is not None and urlsplit(table.parquet).scheme in ("", "file")
+        if table.is_on_this_host
     ]
     if problems:
         raise BadConfiguration(problems)

@@ -105,8 +105,21 @@ class Table(StrictModel):
         examples=[500_000],
     )
 
+    @property
+    def is_on_this_host(self) -> bool:
+        """Whether it is a file or folder, which the executors of a cluster do not see."""
+        return self.parquet is not None and urlsplit(self.parquet).scheme in ("", "file")
+
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if (self.parquet is None) == (self.jdbc is None):
             raise ValueError("exactly one of parquet and jdbc is needed. Try: {parquet: customers.parquet, columns: …}")
         return self
+
+
+def not_on_cluster(master: str) -> str:
+    """Why a table that `is_on_this_host` is refused. master: Spark's, of a cluster."""
+    return (
+        f"the executors of {master} read it, on other hosts, and it is a folder of this one. "
+        "Try: an object store (s3a://bucket/customers), or jdbc"
+    )

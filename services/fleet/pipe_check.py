@@ -9,10 +9,12 @@ from services.core.columns import find_column_mistakes
 from services.core.credentials import BadCredential, read_value
 from services.core.destination_check import check_destinations, find_exposed_secrets
 from services.core.net_guard import NetPolicy, parse_endpoints, parse_networks
+from services.core.pipe_table import not_on_cluster
 from services.core.pipes import PipeFile, read_pipes
 from services.core.snapshot import Contents, read_contents
 from services.core.yaml_source import BadConfiguration, Document, Problem
 from services.fleet.problem import CommandFailed
+from services.fleet.transform_modes import is_cluster
 
 _READINGS = 5
 _NO_CODE = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|`[^`]*`|--[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -25,10 +27,13 @@ _BETWEEN = re.compile(r",|\bJOIN\b", re.IGNORECASE)
 _HYPHENATED = re.compile(r"\s*(\w+(?:-\w*)+)")
 
 
-def check_pipe_file(path: Path, *, listen: str = "", allow_networks: str = "", secrets: bool = True) -> PipeFile:
+def check_pipe_file(
+    path: Path, *, listen: str = "", allow_networks: str = "", secrets: bool = True, master: str = "auto"
+) -> PipeFile:
     """The checked pipe file. Raises BadConfiguration with every mistake in shape, references, destinations, secrets and files.
 
-    listen: our own ingest, which is refused as a destination. secrets: whether to read secrets and certificates, too. Blocking.
+    listen: our own ingest, which is refused as a destination. secrets: whether to read secrets and certificates, too. master:
+    Spark's, of the transforms. Blocking.
     """
     try:
         allowed = parse_networks(allow_networks)
@@ -39,6 +44,7 @@ def check_pipe_file(path: Path, *, listen: str = "", allow_networks: str = "", s
     problems += check_destinations(document, pipes, policy, os.environ if secrets else None)
     problems += _missing_files(document, pipes)
     problems += _bad_columns(document, pipes)
+    problems += _tables_out_of_reach(document, pipes, master)
     problems += _unquoted_names(document, pipes)
     problems += _unusable_passwords(document, pipes) if secrets else []
     if problems:
@@ -62,6 +68,18 @@ def _unusable_passwords(document: Document, pipes: PipeFile) -> list[Problem]:
             except BadCredential as error:
                 found.append(document.problem(("tables", name, "jdbc", "password"), str(error)))
     return found
+
+
+def _tables_out_of_reach(document: Document, pipes: PipeFile, master: str) -> list[Problem]:
+    """Tables that a transform reads and that the executors of a cluster do not see."""
+    if not is_cluster(master):
+        return []
+    read = {table for pipe in pipes.pipes.values() if pipe.transform is not None for table in pipe.transform.tables}
+    return [
+        document.problem(("tables", name, "parquet"), not_on_cluster(master))
+        for name, table in pipes.tables.items()
+        if name in read and table.is_on_this_host
+    ]
 
 
 def _bad_columns(document: Document, pipes: PipeFile) -> list[Problem]:

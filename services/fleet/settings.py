@@ -86,7 +86,19 @@ def refuse_overruled(config: str | None, environ: Mapping[str, str]) -> None:
 
 def keys_of_ingest(config: Path | None, environ: Mapping[str, str] = os.environ) -> str | None:
     """The absolute path of the keys file that ingest gets by variable or settings file; None without one. Blocking."""
+    named = _setting_of("ingest", "keys", config, environ)
+    return None if named is None else str(Path(named).absolute())
+
+
+def master_of_transforms(config: Path | None, environ: Mapping[str, str] = os.environ) -> str:
+    """Spark's master that the transforms get by variable or settings file; `auto` without one. Blocking."""
+    return _setting_of("transform", "master", config, environ) or "auto"
+
+
+def _setting_of(service: str, name: str, config: Path | None, environ: Mapping[str, str]) -> str | None:
+    """The text of one setting of a service, as it is written; None when neither a variable nor the file has it."""
     data = load_yaml(config).data if config is not None else None
-    section = data.get("ingest") if isinstance(data, dict) else None
-    named = environ.get("PENSTOCK_INGEST_KEYS") or (section.get("keys") if isinstance(section, dict) else None)
-    return str(Path(named).absolute()) if isinstance(named, str) else None
+    section = data.get(service) if isinstance(data, dict) else None
+    named = environ.get(f"PENSTOCK_{service}_{name}".upper())
+    named = named or (section.get(name) if isinstance(section, dict) else None)
+    return named if isinstance(named, str) else None

@@ -16,7 +16,7 @@ from services.fleet.pipe_check import check_pipe_file, find_warnings, read_check
 from services.fleet.plan import broker_url, make_plan
 from services.fleet.ports import check_port_free
 from services.fleet.problem import CommandFailed
-from services.fleet.settings import UpSettings, keys_of_ingest
+from services.fleet.settings import UpSettings, keys_of_ingest, master_of_transforms
 from services.fleet.stop import Stop, stop_on_signals
 from services.fleet.supervisor import Fleet, run_fleet
 from services.fleet.topics import SNAPSHOT, check_changes, describe_removed, prepare
@@ -38,7 +38,9 @@ async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> Asyn
 
     Prints the progress on stderr. Raises BadConfiguration, CommandFailed.
     """
-    check = partial(check_pipe_file, settings.pipes, listen=settings.listen, allow_networks=settings.allow_networks)
+    master = await asyncio.to_thread(master_of_transforms, None if config is None else Path(config))
+    networks = settings.allow_networks
+    check = partial(check_pipe_file, settings.pipes, listen=settings.listen, allow_networks=networks, master=master)
     pipes, contents = await asyncio.to_thread(read_checked, settings.pipes, config, check)
     for problem in await asyncio.to_thread(find_warnings, settings.pipes):
         _notify("warning", f"warning: {problem}")

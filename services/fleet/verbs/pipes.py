@@ -18,8 +18,10 @@ from services.fleet.access import find_broker
 from services.fleet.console import OUT, print_note
 from services.fleet.pipe_check import check_pipe_file, find_warnings
 from services.fleet.problem import CommandFailed
+from services.fleet.settings import master_of_transforms
 from services.fleet.state_check import check_states
 from services.fleet.topics import Checked, check_broker, check_changes, describe_removed, name_unclaimed, prepare
+from services.fleet.transform_modes import expected_modes
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, example
 
 STARTER = """\
@@ -136,20 +138,30 @@ def check(
     allow_networks: Allowed = "",
     broker: BrokerUrl = None,
     data: Data = Path("data"),
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            envvar="PENSTOCK_CONFIG",
+            metavar="FILE",
+            help="The settings file, with the Spark master of the transforms (or PENSTOCK_TRANSFORM_MASTER).",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check a pipe file. Prints every mistake with file, line and key. Status 2 when there is one.
 
     It reads the names and types in `columns`, but does not analyse transforms: `penstock try` does. `not_analysed` in --json
-    lists the pipes that have one. A changed transform is compared with the state that the former one left, which takes Spark some
-    seconds.
+    lists the pipes that have one, and `modes` how each will run, as far as that shows without Spark. A changed transform is
+    compared with the state that the former one left, which takes Spark some seconds.
 
     With a broker, also show what the file changes there: new destinations with the events that they will receive, and
     destinations and pipes that are gone with what they leave behind. `partitions` in --json lists the topics with more
     partitions than the file asks for, and who added them.
     """
     try:
-        found = check_pipe_file(pipes, allow_networks=allow_networks)
+        master = master_of_transforms(config)
+        found = check_pipe_file(pipes, allow_networks=allow_networks, master=master)
         known = _check_broker(broker, data, found, pipes)
         if isinstance(known, Checked):
             problems = name_unclaimed(known.waiting, found, pipes) + known.changes.problems(pipes)
@@ -162,7 +174,7 @@ def check(
             raise
         typer.echo(json.dumps({"problems": [problem.as_json() for problem in error.problems]}))
         raise typer.Exit(2) from None
-    transforms = [name for name, pipe in found.pipes.items() if pipe.transform is not None]
+    modes = expected_modes(found, _url_of(broker, data), master)
     summary = {
         "streams": len(found.streams),
         "pipes": len(found.pipes),
@@ -176,12 +188,15 @@ def check(
             grown = [one.as_json() for one in known.grown]
             result = {"waiting": {"removed": _by_name(known.waiting, found)}, "changes": changes, "partitions": grown}
         warnings = [problem.as_json() for problem in find_warnings(pipes)]
-        typer.echo(json.dumps({**summary, "problems": [], "warnings": warnings, "not_analysed": transforms, **result}))
+        result |= {"not_analysed": list(modes), "modes": {name: mode._asdict() for name, mode in modes.items()}}
+        typer.echo(json.dumps({**summary, "problems": [], "warnings": warnings, **result}))
         return
     _print_warnings(pipes)
     counts = ", ".join(format_count(count, what.removesuffix("s")) for what, count in summary.items())
     OUT.print(f"{pipes} is good: {counts}", style="green")
-    _print_not_analysed(pipes, transforms)
+    for name, mode in modes.items():
+        print_note(f"{name}: its transform {mode}")
+    _print_not_analysed(pipes, list(modes))
     if isinstance(known, Checked):
         _print_effects(known, found)
     elif broker is not None or data != Path("data") or data.exists():  # else nothing was ever started here
@@ -215,6 +230,14 @@ def _check_broker(broker: str | None, data: Path, pipes: PipeFile, path: Path) -
     except CommandFailed as error:
         return str(error)
     return uvloop.run(check_broker(url, pipes, path, data))
+
+
+def _url_of(broker: str | None, data: Path) -> str | None:
+    """The broker's URL; None when no broker is named or known from the data folder."""
+    try:
+        return find_broker(broker, data)
+    except CommandFailed:
+        return None
 
 
 def _by_name(waiting: WaitingEvents, pipes: PipeFile) -> dict[str, int]:

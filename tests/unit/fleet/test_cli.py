@@ -177,11 +177,20 @@ def test_init_check_and_schema(shell: Shell) -> None:
     assert "holds no log" in found.pop("waiting")["unknown"]
     counts = {"streams": 1, "pipes": 1, "destinations": 1}
     unknown = {"changes": None, "partitions": None}
-    assert found == {**counts, "problems": [], "warnings": [], "not_analysed": ["large-orders"], **unknown}
+    modes = {"large-orders": {"mode": "real-time", "why": ""}}
+    assert found == {
+        **counts,
+        "problems": [],
+        "warnings": [],
+        "not_analysed": ["large-orders"],
+        "modes": modes,
+        **unknown,
+    }
     assert shell.run("check", "--allow-networks", "127.0.0.0/8") == 0
     assert shell.out == "pipes.yaml is good: 1 stream, 1 pipe, 1 destination\n"
     trial = "Try: penstock try large-orders --sample FILE"
-    assert shell.err == f"the transform was not analysed. {trial}\n"
+    mode = "large-orders: its transform runs in real-time mode on Kafka if it treats each event by itself, else in micro-batches"
+    assert shell.err == f"{mode}\nthe transform was not analysed. {trial}\n"
     assert shell.run("check", "--json") == 2
     [problem] = json.loads(shell.out)["problems"]
     assert problem["where"].startswith("pipes.yaml:")
@@ -214,6 +223,39 @@ def test_check_finds_names_that_sql_takes_for_a_subtraction(shell: Shell, tmp_pa
         *good,
     ):
         assert check(sql) == 0, (sql, shell.err)
+
+
+def test_check_knows_the_master_of_the_transforms(shell: Shell, tmp_path: Path) -> None:
+    """Broken: a table that executors cannot read, or the mode on a cluster, shows only when the service has started."""
+    (tmp_path / "pipes.yaml").write_text(
+        """version: 1
+streams: {s: {}, t: {}}
+tables:
+  names: {parquet: names, columns: "n INT"}
+pipes:
+  p: {sources: [s], transform: {tables: [names], sql: SELECT event FROM s}, destinations: [{name: d, stream: t}]}
+  q: {sources: [s], transform: {sql: SELECT event FROM s}, destinations: [{name: d, stream: t}]}
+  r: {sources: [s], transform: {sql: SELECT event FROM s, interval: 1s}, destinations: [{name: d, stream: t}]}
+"""
+    )
+
+    def modes(*options: str) -> dict[str, str]:
+        assert shell.run("check", "--json", *options) == 0
+        return {name: mode["why"] for name, mode in json.loads(shell.out)["modes"].items()}
+
+    assert modes() == {"p": "plan", "q": "", "r": "interval"}
+    assert modes("--broker", f"log://{tmp_path / 'log'}") == dict.fromkeys("pqr", "broker")
+    (tmp_path / "settings.yaml").write_text("transform: {master: 'spark://one:7077'}\n")
+    assert shell.run("check", "--config", "settings.yaml") == 2
+    refused = "pipes.yaml:4: tables.names.parquet: the executors of spark://one:7077 read it, on other hosts"
+    assert refused in " ".join(shell.err.split())
+    text = (tmp_path / "pipes.yaml").read_text()
+    (tmp_path / "pipes.yaml").write_text(text.replace("parquet: names", 'parquet: "s3a://bucket/names"'))
+    assert modes("--config", "settings.yaml") == {"p": "plan", "q": "cluster", "r": "interval"}
+    assert shell.run("check", "--config", "settings.yaml") == 0
+    assert "q: its transform runs in micro-batches: the number of task slots of a cluster changes" in " ".join(
+        shell.err.split()
+    )
 
 
 def test_check_warns_of_a_secret_among_the_headers(shell: Shell, tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""The mode in which each transform will run, as far as the pipe file and the settings show it: the service decides with Spark.
+
+`spark.jobs.modes` has the whole rule. What only Spark's plan or the checkpoint shows is missing here.
+"""
+
+from typing import Literal, NamedTuple
+from urllib.parse import urlsplit
+
+from services.core.pipes import PipeFile, Transform
+
+_REASONS = {
+    "asked": "mode is set",
+    "broker": "only Kafka can be read in real-time mode",
+    "python": "Spark runs no Python functions in real-time mode",
+    "deduplication": "deduplicate_within needs micro-batches",
+    "state": "it works on several events",
+    "interval": "interval is set, which only micro-batches have",
+    "plan": "it reads tables",
+    "cluster": "the number of task slots of a cluster changes. Try: mode: real-time, with enough executors",
+}
+
+
+class ExpectedMode(NamedTuple):
+    """mode: `real-time` where Spark's plan has no reason against it, and on Kafka alone. why: the code of the reason, as in the
+    metric `penstock_transform_mode`; `asked`: the pipe file sets the mode; empty: there is no reason against real-time mode.
+    """
+
+    mode: Literal["micro-batch", "real-time"]
+    why: str
+
+    def __str__(self) -> str:
+        """The end of a sentence about the transform."""
+        if self.mode == "micro-batch":
+            return f"runs in micro-batches: {_REASONS[self.why]}"
+        if self.why == "asked":
+            return "runs in real-time mode, or does not start: mode is set"
+        return "runs in real-time mode on Kafka if it treats each event by itself, else in micro-batches"
+
+
+def expected_modes(pipes: PipeFile, broker: str | None, master: str) -> dict[str, ExpectedMode]:
+    """By pipe with a transform. broker: its URL; None: it is not known, and counts as Kafka. master: of Spark."""
+    is_kafka = broker is None or urlsplit(broker).scheme == "kafka"
+    transforms = {name: pipe.transform for name, pipe in pipes.pipes.items()}
+    return {name: _expect(one, is_kafka, master) for name, one in transforms.items() if one is not None}
+
+
+def _expect(transform: Transform, is_kafka: bool, master: str) -> ExpectedMode:
+    if transform.mode != "auto":
+        return ExpectedMode(transform.mode, "asked")
+    against = {
+        "broker": not is_kafka,
+        "python": transform.python is not None,
+        "deduplication": transform.deduplicate_within is not None,
+        "state": transform.watermark is not None,
+        "interval": "interval" in transform.model_fields_set,
+        "plan": bool(transform.tables),
+        "cluster": is_cluster(master),
+    }
+    why = next((code for code, is_true in against.items() if is_true), "")
+    return ExpectedMode("micro-batch" if why else "real-time", why)
+
+
+def is_cluster(master: str) -> bool:
+    """Whether the tasks of this Spark master run on other hosts. The transform service knows all the forms of a master."""
+    return master.startswith(("spark://", "k8s://")) or master == "yarn"
