@@ -1,7 +1,8 @@
 """Bearer tokens: a server and its clients read them from the same file.
 
 The file has one token per line, and other users cannot read it. A client sends the first token; a server accepts every one. To
-rotate a token, put the new one first, and remove the old one when every client has the new one.
+rotate a token, put the new one first, and remove the old one when every client has the new one. For the metrics, a line
+`# expires: 2027-01-31` says when they end.
 """
 
 import base64
@@ -17,7 +18,8 @@ from pathlib import Path
 import structlog
 
 from services.core import metrics
-from services.core.file_watch import FileWatch, UnusableFile, read_private
+from services.core.expiry import show_secret, split_notes
+from services.core.file_watch import FileWatch, UnusableFile, changed_at, read_private
 from services.core.yaml_source import BadConfiguration, Problem
 
 log = structlog.get_logger()
@@ -34,14 +36,20 @@ def make_token() -> str:
 
 def read_tokens(path: Path) -> tuple[str, ...]:
     """The tokens of the file, at least one. Blocking. Raises BadConfiguration, whose text never shows the content."""
+    return _read_file(path)[0]
+
+
+def _read_file(path: Path) -> tuple[tuple[str, ...], float | None]:
+    """The tokens, and when they end by their note, in seconds since the epoch."""
     try:
-        lines = read_private(path, f"openssl rand -hex 32 > {path} && chmod 600 {path}").split()
-    except UnusableFile as error:
+        text, until = split_notes(read_private(path, f"openssl rand -hex 32 > {path} && chmod 600 {path}"))
+    except (UnusableFile, ValueError) as error:
         raise _problem(path, str(error)) from error
+    lines = text.split()
     if not 1 <= len(lines) <= MAX_TOKENS or not all(_TOKEN.fullmatch(line) for line in lines):
         wanted = f"1 to {MAX_TOKENS} tokens are needed, one per line, each of 20 to 200 letters and digits"
         raise _problem(path, f"{wanted}. Try: openssl rand -hex 32")
-    return tuple(lines)
+    return tuple(lines), until
 
 
 def _problem(path: Path, text: str) -> BadConfiguration:
@@ -93,9 +101,12 @@ def watch_tokens(path: Path, tokens: Tokens, clock: Callable[[], float] = time.m
 
 
 def _read(path: Path, known: bytes) -> tuple[bytes, tuple[str, ...]] | None:
-    current = read_tokens(path)
-    digest = hashlib.sha256("\n".join(current).encode()).digest()
-    return None if digest == known else (digest, current)
+    current, until = _read_file(path)
+    digest = hashlib.sha256("\n".join([*current, str(until)]).encode()).digest()
+    if digest == known:
+        return None
+    show_secret("observer", "tokens", until, changed_at(path))
+    return digest, current
 
 
 def _credential(authorization: str) -> str:

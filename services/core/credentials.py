@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar
 import structlog
 
 from services.core import metrics
-from services.core.expiry import term_of_token, untils_of_pem
-from services.core.file_watch import MAX_PRIVATE_BYTES, FileWatch, UnusableFile, read_regular
+from services.core.expiry import show_secret, split_notes, term_of_token, untils_of_pem
+from services.core.file_watch import MAX_PRIVATE_BYTES, FileWatch, UnusableFile, changed_at, read_regular
 from services.core.pipe_webhook import Secret, Tls, Webhook
 from services.core.yaml_source import KeyPath
 
@@ -43,8 +43,15 @@ class BadCredential(ValueError):
 def read_value(secret: Secret, folder: Path, environ: Mapping[str, str], *, token: bool = False) -> str:
     """The one line of the file or variable. token: it has no spaces. folder: of the pipe file, for a relative path. Blocking.
 
-    Raises BadCredential, which names the file or variable.
+    A line `# expires: 2027-01-31` beside it does not count. Raises BadCredential, which names the file or variable.
     """
+    return read_noted(secret, folder, environ, token=token)[0]
+
+
+def read_noted(
+    secret: Secret, folder: Path, environ: Mapping[str, str], *, token: bool = False
+) -> tuple[str, float | None]:
+    """As `read_value`; and when it ends by its note, in seconds since the epoch."""
     if secret.env is not None:
         where, given = f"the variable {secret.env}", environ.get(secret.env)
         if given is None:
@@ -58,6 +65,10 @@ def read_value(secret: Secret, folder: Path, environ: Mapping[str, str], *, toke
             given = read_regular(path, MAX_PRIVATE_BYTES, remedy=remedy).decode("ascii", errors="replace")
         except UnusableFile as error:
             raise BadCredential(f"{where} {error}") from None
+    try:
+        given, until = split_notes(given)
+    except ValueError as error:
+        raise BadCredential(f"{where}: {error}") from None
     value = given.strip()
     if not value:
         raise BadCredential(f"{where} is empty")
@@ -65,7 +76,7 @@ def read_value(secret: Secret, folder: Path, environ: Mapping[str, str], *, toke
         raise BadCredential(f"{where} must have one line of at most {MAX_VALUE} printable ASCII characters")
     if token and " " in value:
         raise BadCredential(f"{where} must have only the token, without spaces and without a word before it")
-    return value
+    return value, until
 
 
 def read_tls(tls: Tls, folder: Path, *, http: bool = True) -> tuple[bytes, ssl.SSLContext]:
@@ -171,7 +182,7 @@ class Held(Generic[Value]):
 class Credentials:
     """Those of one webhook. value: of its `auth`. tls, token_tls: for the receiver and for the token server.
 
-    None: the pipe file has none.
+    None: the pipe file has none. until: when the value that was read first ends by its note, in seconds since the epoch.
     """
 
     def __init__(
@@ -181,6 +192,7 @@ class Credentials:
         token_tls: Held[ssl.SSLContext] | None = None,
     ) -> None:
         self.value, self.tls, self.token_tls = value, tls, token_tls
+        self.until: float | None = None
 
 
 def find_secret(webhook: Webhook) -> tuple[KeyPath, Secret, bool] | None:
@@ -211,7 +223,8 @@ def read_credentials(
     if (place := find_secret(webhook)) is not None:
         key, secret, token = place
         try:
-            credentials.value = Held(read_value(secret, folder, environ, token=token))
+            value, credentials.until = read_noted(secret, folder, environ, token=token)
+            credentials.value = Held(value)
         except BadCredential as error:
             mistakes.append((key, str(error)))
     for key, tls in _find_tls(webhook):
@@ -236,7 +249,7 @@ def watch_credentials(
 ) -> list[FileWatch[Any]]:
     """Keep `credentials` equal to their files; a value in an environment variable cannot change. `load` raises BadCredential.
 
-    name: `pipe/destination`. The metrics show when tokens and certificates end.
+    name: `pipe/destination`. The metrics show when tokens, certificates and secrets with a note end.
     """
     watches: list[FileWatch[Any]] = []
     place = find_secret(webhook)
@@ -244,6 +257,7 @@ def watch_credentials(
         key, secret, token = place
         if secret.file is None:
             _show_term(credentials.value.current, (name, key))
+            show_secret(name, _join(key), credentials.until, None)
         else:
             read = partial(_read_value, secret, folder, token, (name, key))
             watches.append(_watch(name, key, read, credentials.value, clock))
@@ -257,18 +271,20 @@ def watch_credentials(
 def _read_value(
     secret: Secret, folder: Path, token: bool, whose: tuple[str, KeyPath], known: bytes
 ) -> tuple[bytes, str] | None:
-    value = read_value(secret, folder, {}, token=token)
-    digest = hashlib.sha256(value.encode()).digest()
+    value, until = read_noted(secret, folder, {}, token=token)
+    digest = hashlib.sha256(f"{value}\n{until}".encode()).digest()
     if digest == known:
         return None
     _show_term(value, whose)
+    name, key = whose
+    show_secret(name, _join(key), until, changed_at(folder / str(secret.file)))
     return digest, value
 
 
 def _show_term(value: str, whose: tuple[str, KeyPath]) -> None:
     """A token without a date of issue counts from now."""
     name, key = whose
-    labels = name, ".".join(map(str, key))
+    labels = name, _join(key)
     term = term_of_token(value)
     if term is None:
         metrics.TOKEN_EXPIRY.remove(*labels)
@@ -285,8 +301,12 @@ def _read_tls(tls: Tls, folder: Path, whose: tuple[str, KeyPath], known: bytes) 
     found = read_tls(tls, folder)
     name, key = whose
     for part, until in expiries_of(tls, folder).items():
-        metrics.CERTIFICATE_EXPIRY.labels(name, ".".join(map(str, (*key, part)))).set(until)
+        metrics.CERTIFICATE_EXPIRY.labels(name, _join((*key, part))).set(until)
     return found
+
+
+def _join(key: KeyPath) -> str:
+    return ".".join(map(str, key))
 
 
 def expiries_of(tls: Tls, folder: Path) -> dict[str, float]:

@@ -1,4 +1,8 @@
-"""When a certificate or a token ends. It parses only so much of X.509 (RFC 5280, 4.1) and of JWT (RFC 7519) as that needs."""
+"""When a certificate, a token or another secret ends.
+
+It parses only so much of X.509 (RFC 5280, 4.1) and of JWT (RFC 7519) as that needs. A secret that has no date of its own may have
+one beside it, in a line of the same file or variable: `# expires: 2027-01-31`.
+"""
 
 import base64
 import datetime
@@ -8,7 +12,11 @@ import ssl
 
 import msgspec
 
+from services.core import metrics
+from services.core.times import parse_date
+
 _PEM = re.compile(rb"-----BEGIN (?:TRUSTED )?CERTIFICATE-----.+?-----END (?:TRUSTED )?CERTIFICATE-----", re.DOTALL)
+_NOTE = re.compile(r"^[ \t]*#[ \t]*expires\b[ \t]*:?[ \t]*(.*?)[ \t\r]*$\n?", re.MULTILINE)
 _SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
 
 
@@ -85,3 +93,21 @@ def _read_date(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if 0 < value < 1e12 and math.isfinite(value) else None
+
+
+def split_notes(text: str) -> tuple[str, float | None]:
+    """The text of a secret without its lines `# expires: …`, and the earliest of their dates, in seconds since the epoch.
+
+    Raises ValueError for a date that cannot be read; its text is for a person, and shows nothing else of the secret.
+    """
+    untils = [parse_date(match[1]) for match in _NOTE.finditer(text)]
+    return _NOTE.sub("", text), min(untils, default=None)
+
+
+def show_secret(name: str, key: str, until: float | None, written: float | None) -> None:
+    """Show when a secret ends and when it was made, in seconds since the epoch. None: nobody knows."""
+    for gauge, value in ((metrics.SECRET_EXPIRY, until), (metrics.SECRET_WRITTEN, written)):
+        if value is None:
+            gauge.remove(name, key)
+        else:
+            gauge.labels(name, key).set(value)

@@ -53,6 +53,14 @@ def read_regular(path: Path, limit: int, *, private: bool = True, remedy: str = 
         raise UnusableFile(f"cannot be read: {error.strerror}{hint}") from error
 
 
+def changed_at(path: Path) -> float | None:
+    """When the file was last changed, in seconds since the epoch. None: it is gone. Blocking."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
 Content = TypeVar("Content")
 Read = Callable[[bytes], tuple[bytes, Content] | None]
 """From the digest of the content in use: the file's digest and content; None while the digest is the same. Blocking."""

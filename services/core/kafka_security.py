@@ -11,6 +11,7 @@ files that it names; paths in it are relative to its folder. Everything is read 
 
 import asyncio
 import hashlib
+import os
 import ssl
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,7 +21,9 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from services.core.credentials import BadCredential, digest_files, expiries_of, read_tls, read_value
+from services.core.credentials import BadCredential, digest_files, expiries_of, read_noted, read_tls, read_value
+from services.core.expiry import show_secret
+from services.core.file_watch import changed_at
 from services.core.metrics import CERTIFICATE_EXPIRY
 from services.core.pipe_webhook import OAuth, Secret, StrictModel, Tls
 from services.core.yaml_source import BadConfiguration, load_yaml, validate_document
@@ -170,7 +173,7 @@ _asked: set[Path] = set()
 
 
 def show_certificates(path: Path) -> None:
-    """Show when the certificates of this file end, at each `measure_certificates` from now on."""
+    """Show when the certificates and the secret of this file end, at each `measure_certificates` from now on."""
     _shown.add(path)
 
 
@@ -185,7 +188,8 @@ async def _measure(path: Path) -> None:
         return
     _asked.add(path)
     with suppress(BadConfiguration, TimeoutError):
-        found = await asyncio.wait_for(asyncio.to_thread(_read_expiries, path), _LIMIT_S)
+        found, secret = await asyncio.wait_for(asyncio.to_thread(_read_expiries, path), _LIMIT_S)
+        show_secret(NAME, "sasl", *secret)
         for part in ("certificate", "ca"):
             if part in found:
                 CERTIFICATE_EXPIRY.labels(NAME, f"tls.{part}").set(found[part])
@@ -193,9 +197,23 @@ async def _measure(path: Path) -> None:
                 CERTIFICATE_EXPIRY.remove(NAME, f"tls.{part}")
 
 
-def _read_expiries(path: Path) -> dict[str, float]:
+def _read_expiries(path: Path) -> tuple[dict[str, float], tuple[float | None, float | None]]:
+    """Those of the certificates; and of the secret, when it ends by its note, and when its file was changed."""
     try:
-        files = load_security(path).files
-        return {} if files is None else expiries_of(files, path.parent)
+        security = load_security(path)
+        secret = None if security.sasl is None else security.sasl.secret
+        files = security.files
+        return {} if files is None else expiries_of(files, path.parent), _term_of(secret, path.parent)
     finally:
         _asked.discard(path)
+
+
+def _term_of(secret: Secret | None, folder: Path) -> tuple[float | None, float | None]:
+    """What cannot be read has no date: each login says so."""
+    if secret is None:
+        return None, None
+    written = None if secret.file is None else changed_at(folder / secret.file)
+    try:
+        return read_noted(secret, folder, os.environ)[1], written
+    except BadCredential:
+        return None, written

@@ -11,14 +11,16 @@ import hmac
 import os
 import secrets
 import stat
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from services.core.pipes import NAME_PATTERN
+from services.core.times import parse_date
 from services.core.yaml_source import BadConfiguration, Problem, load_yaml, validate_document
 
 PREFIX = "psk"
@@ -30,8 +32,16 @@ Scope = Literal["ingest", "manage"]
 """The permissions of a key: `ingest` sends events; `manage` is for the management API."""
 
 
+def _check_date(text: str) -> str:
+    parse_date(text)
+    return text
+
+
 class ApiKey(BaseModel):
-    """The stored part of one key, without its secret. rate: events per second at most, per ingest process; None: no limit."""
+    """The stored part of one key, without its secret. rate: events per second at most, per ingest process; None: no limit.
+
+    expires: a date or a time (`parse_date`); from then on the key is refused.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -42,29 +52,43 @@ class ApiKey(BaseModel):
     scopes: list[Scope] = Field(min_length=1)
     rate: int | None = Field(None, ge=1)
     created: str = ""
+    expires: Annotated[str, AfterValidator(_check_date)] | None = None
     revoked: str | None = None
 
     def covers(self, stream: str) -> bool:
         """Whether the key may send to this stream."""
         return stream in self.streams or EVERY_STREAM in self.streams
 
+    @property
+    def until(self) -> float:
+        """When the key expires, in seconds since the epoch; infinity: never."""
+        return float("inf") if self.expires is None else parse_date(self.expires)
+
 
 class KeyRing:
-    """The valid keys, for look-ups on the hot path (1 to 2 us each)."""
+    """The valid keys, for look-ups on the hot path (1 to 2 us each). clock: seconds since the epoch."""
 
-    def __init__(self, keys: Sequence[ApiKey]) -> None:
-        self._keys = {key.id: (key, bytes.fromhex(key.hash)) for key in keys if key.revoked is None}
+    def __init__(self, keys: Sequence[ApiKey], clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._keys = {key.id: (key, bytes.fromhex(key.hash), key.until) for key in keys if key.revoked is None}
 
     def __len__(self) -> int:
-        return len(self._keys)
+        now = self._clock()
+        return sum(until > now for _, _, until in self._keys.values())
+
+    def expiring(self, most: int) -> list[ApiKey]:
+        """The keys that expire next, without those that have expired."""
+        now = self._clock()
+        found = sorted((until, key.id, key) for key, _, until in self._keys.values() if now < until < float("inf"))
+        return [key for _, _, key in found[:most]]
 
     def find(self, token: str) -> ApiKey | None:
-        """The key of this token; None when it is malformed, unknown, wrong or revoked. Takes the same time in each case."""
+        """The key of this token; None when it is malformed, unknown, wrong, revoked or expired. Takes the same time each time."""
         prefix, _, rest = token.partition("_")
         key_id, _, secret = rest.partition("_")
-        key, expected = self._keys.get(key_id, (None, _NO_KEY))
+        key, expected, until = self._keys.get(key_id, (None, _NO_KEY, 0.0))
         matches = hmac.compare_digest(_digest(secret), expected)
-        return key if matches and prefix == PREFIX else None
+        return key if matches and prefix == PREFIX and self._clock() < until else None
 
 
 def make_key(
@@ -74,6 +98,7 @@ def make_key(
     name: str = "",
     rate: int | None = None,
     created: str,
+    expires: str | None = None,
 ) -> tuple[str, ApiKey]:
     """A new key: (the token, to print once and never to store; the entry to store).
 
@@ -89,6 +114,7 @@ def make_key(
         scopes=list(scopes),
         rate=rate,
         created=created,
+        expires=expires,
     )
     return f"{PREFIX}_{key_id}_{secret}", entry
 
@@ -134,14 +160,23 @@ def add_key(path: Path, entry: ApiKey) -> None:
 
 def revoke_key(path: Path, key_id: str, revoked: str) -> bool:
     """Revoke a key at this time (RFC 3339). Returns False when the id is unknown. Raises BadConfiguration, OSError."""
+    return _change_one(path, key_id, lambda key: {"revoked": key.revoked or revoked})
+
+
+def expire_key(path: Path, key_id: str, expires: str | None) -> bool:
+    """Set the date at which a key expires; None: never. False when the id is unknown. Raises BadConfiguration, OSError."""
+    return _change_one(path, key_id, lambda _: {"expires": expires})
+
+
+def _change_one(path: Path, key_id: str, make: Callable[[ApiKey], dict[str, str | None]]) -> bool:
     found = False
 
-    def mark(keys: Sequence[ApiKey]) -> list[ApiKey]:
+    def change(keys: Sequence[ApiKey]) -> list[ApiKey]:
         nonlocal found
         found = any(key.id == key_id for key in keys)
-        return [key.model_copy(update={"revoked": key.revoked or revoked}) if key.id == key_id else key for key in keys]
+        return [key.model_copy(update=make(key)) if key.id == key_id else key for key in keys]
 
-    _change(path, mark)
+    _change(path, change)
     return found
 
 

@@ -79,6 +79,18 @@ TOKEN_ISSUED = Gauge(
     ["name", "key"],
 )
 
+SECRET_EXPIRY = Gauge(
+    "penstock_secret_expiry_timestamp_seconds",
+    "When a secret ends, if its file or variable has a line `# expires: …`. By pipe/destination and key of the pipe file; "
+    "`alarms`, `observer`, `kafka`; `ingest` and the id of an API key that has not expired (the next 100).",
+    ["name", "key"],
+)
+SECRET_WRITTEN = Gauge(
+    "penstock_secret_written_timestamp_seconds",
+    "When the file of a secret was last changed, also of one without a date; when an API key with a date was made.",
+    ["name", "key"],
+)
+
 BROKER_RETRIES = Counter(
     "penstock_broker_append_retries", "Appends that were retried, by reason.", ["topic", "partition", "reason"]
 )

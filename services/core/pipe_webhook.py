@@ -20,7 +20,7 @@ class Secret(StrictModel):
     file: Path | None = Field(
         None,
         description="A file that other users cannot read. It is read again when it changes. A signing secret's file has one "
-        "whsec_… per line (newest first), any other file one line.",
+        "whsec_… per line (newest first), any other file one line. A line `# expires: 2027-01-31` says when it ends.",
         examples=["webhook.secret"],
     )
     env: str | None = Field(

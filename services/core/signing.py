@@ -18,7 +18,8 @@ from pathlib import Path
 import structlog
 
 from services.core import metrics
-from services.core.file_watch import FileWatch, UnusableFile, read_private
+from services.core.expiry import show_secret, split_notes
+from services.core.file_watch import FileWatch, UnusableFile, changed_at, read_private
 from services.core.pipe_webhook import Secret
 
 ID_HEADER = "webhook-id"
@@ -114,6 +115,8 @@ def verify(keys: Sequence[SigningKey], headers: Mapping[str, str], body: bytes, 
 
 
 _MAX_KEYS = 10
+KEY = "secret"
+"""In the pipe file, and in the metrics."""
 
 
 def read_signing_keys(secret: Secret, folder: Path, environ: Mapping[str, str]) -> tuple[SigningKey, ...]:
@@ -141,11 +144,20 @@ def read_secret(secret: Secret, folder: Path, environ: Mapping[str, str]) -> tup
 
 def parse_secret(text: str, where: str) -> tuple[SigningKey, ...]:
     """The keys, newest first, at least one. Raises BadSecret, which names `where`, never the text."""
-    lines = [line for line in text.split() if line]
+    return _parse(text, where)[0]
+
+
+def _parse(text: str, where: str) -> tuple[tuple[SigningKey, ...], float | None]:
+    """The keys, and when the first of them ends by its note."""
+    try:
+        text, until = split_notes(text)
+    except ValueError as error:
+        raise BadSecret(f"{where}: {error}") from None
+    lines = text.split()
     if not 1 <= len(lines) <= _MAX_KEYS:
         raise BadSecret(f"{where} has {len(lines)} secrets; 1 to {_MAX_KEYS} are needed, one per line")
     try:
-        return tuple(SigningKey.parse(line) for line in lines)
+        return tuple(SigningKey.parse(line) for line in lines), until
     except BadSecret as error:
         raise BadSecret(f"{where}: {error}") from None
 
@@ -159,10 +171,19 @@ _STALE = (
 
 
 class SigningKeys:
-    """`current`: newest first, read for each request. Empty: requests are not signed."""
+    """`current`: newest first, read for each request. Empty: requests are not signed.
 
-    def __init__(self, current: Sequence[SigningKey] = ()) -> None:
+    until: when the first of those that were read at the start ends by its note, in seconds since the epoch.
+    """
+
+    def __init__(self, current: Sequence[SigningKey] = (), until: float | None = None) -> None:
         self.current = tuple(current)
+        self.until = until
+
+    @classmethod
+    def read(cls, secret: Secret, folder: Path, environ: Mapping[str, str]) -> "SigningKeys":
+        """As `read_signing_keys`."""
+        return cls(*_parse(*read_secret(secret, folder, environ)))
 
 
 def watch_secret(
@@ -176,7 +197,7 @@ def watch_secret(
 
     return FileWatch(
         f"the signing secret of {name}",
-        lambda known: _read(secret, folder, known),
+        lambda known: _read(name, secret, folder, known),
         use,
         expected=BadSecret,
         failed=metrics.SIGNING_KEYS_FAILURES.labels(name).inc,
@@ -186,7 +207,11 @@ def watch_secret(
     )
 
 
-def _read(secret: Secret, folder: Path, known: bytes) -> tuple[bytes, tuple[SigningKey, ...]] | None:
+def _read(name: str, secret: Secret, folder: Path, known: bytes) -> tuple[bytes, tuple[SigningKey, ...]] | None:
     text, where = read_secret(secret, folder, {})
     digest = hashlib.sha256(text.encode()).digest()
-    return None if digest == known else (digest, parse_secret(text, where))
+    if digest == known:
+        return None
+    keys, until = _parse(text, where)
+    show_secret(name, KEY, until, changed_at(folder / str(secret.file)))
+    return digest, keys

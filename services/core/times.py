@@ -1,6 +1,7 @@
 """Times as text for people, to and from milliseconds since the epoch."""
 
 import datetime
+import re
 
 from services.core.units import parse_duration
 
@@ -21,6 +22,22 @@ def parse_time(text: str, now: float) -> int:
     if when is None or when.tzinfo is None:
         raise ValueError(f"{text[:40]!r} is not a time. Try: 2h (ago) or 2026-11-21T08:00:00Z")
     return int(when.timestamp() * 1000)
+
+
+_DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+
+
+def parse_date(text: str) -> float:
+    """Seconds since the epoch from `2027-01-31` (00:00 UTC) or an RFC 3339 time with a time zone. Raises ValueError."""
+    try:
+        when = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        when = None
+    if when is not None and _DATE.fullmatch(text):
+        when = when.replace(tzinfo=datetime.UTC)
+    if when is None or when.tzinfo is None:
+        raise ValueError(f"{text[:40]!r} is not a date. Try: 2027-01-31 or 2027-01-31T08:00:00Z")
+    return when.timestamp()
 
 
 def date_of(millis: int) -> datetime.datetime:

@@ -17,6 +17,7 @@ from services.core.broker.rights import Right
 from services.core.credentials import Credentials, Held, find_secret, read_credentials, read_value, watch_credentials
 from services.core.destination_check import check_destinations
 from services.core.expected import show_expected
+from services.core.expiry import show_secret
 from services.core.file_watch import FileWatch
 from services.core.http_client import MAX_RESPONSE, HttpClient
 from services.core.key_marks import KeyMarker
@@ -28,7 +29,7 @@ from services.core.pipe_webhook import Webhook
 from services.core.pipes import Destination, Pipe, Removed, is_retried, pipe_version, read_pipes
 from services.core.resolver import Resolver
 from services.core.rights import rights_of
-from services.core.signing import SigningKeys, read_signing_keys, watch_secret
+from services.core.signing import KEY, SigningKeys, watch_secret
 from services.core.topic_names import (
     CONTROL,
     RETRY_IN,
@@ -129,7 +130,7 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
 def _read_keys(webhook: Webhook | None, folder: Path, environ: Mapping[str, str]) -> SigningKeys:
     if webhook is None or webhook.secret is None:
         return SigningKeys()
-    return SigningKeys(read_signing_keys(webhook.secret, folder, environ))
+    return SigningKeys.read(webhook.secret, folder, environ)
 
 
 def _read_credentials(webhook: Webhook | None, folder: Path, environ: Mapping[str, str]) -> Credentials:
@@ -150,6 +151,8 @@ def watch_secrets(plans: Iterable[LanePlan], folder: Path) -> list[FileWatch[Any
             continue
         if webhook.secret is not None and webhook.secret.file is not None:
             watches.append(watch_secret(name, webhook.secret, folder, plan.keys))
+        elif webhook.secret is not None:
+            show_secret(name, KEY, plan.keys.until, None)
         watches += watch_credentials(name, webhook, folder, plan.credentials)
     return watches
 

@@ -42,7 +42,7 @@ class Access:
             raise Refused(problems.BAD_HOST, LOOPBACK_NAMES)
 
     def authenticate(self, message: RawRequestMessage) -> ApiKey | None:
-        """The key of a request; None when none is needed. Raises the same Refused for a missing, a wrong and a revoked key."""
+        """The key of a request; None when none is needed. Raises one Refused for a missing, wrong, revoked or expired key."""
         if self.ring is None:
             return None
         given = message.headers.getall("Authorization", [])
@@ -52,7 +52,7 @@ class Access:
                 return key
         raise Refused(
             problems.NO_VALID_KEY,
-            "The header Authorization is missing, has another scheme than Bearer, or its key is unknown or revoked.",
+            "The header Authorization is missing, has another scheme than Bearer, or its key is unknown, revoked or expired.",
         )
 
     def authorise(self, key: ApiKey | None, stream: str) -> None:

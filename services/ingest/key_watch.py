@@ -1,25 +1,40 @@
-"""Watches the keys file: a new or revoked key counts within seconds, without a restart."""
+"""Watches the keys file: a new, changed or revoked key counts within seconds, without a restart."""
 
 import hashlib
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
 
 from services.core import metrics
+from services.core.expiry import show_secret
 from services.core.file_watch import FileWatch
-from services.core.keys import KeyRing, load_keys
+from services.core.keys import ApiKey, KeyRing, load_keys
+from services.core.times import parse_date
 from services.core.yaml_source import MAX_FILE_BYTES, BadConfiguration
 from services.ingest.access import Access
 
 log = structlog.get_logger()
 
+_MOST_SHOWN = 100
 _STALE = "a key that was revoked since is still valid in this process. Try: correct the file, or restart ingest"
 
 
 def watch_keys(path: Path, access: Access, clock: Callable[[], float] = time.monotonic) -> FileWatch[KeyRing]:
-    """Sets `access.ring` whenever the file at `path` changes. `load` raises BadConfiguration."""
+    """Sets `access.ring` whenever the file at `path` changes. `load` raises BadConfiguration.
+
+    The metrics show when the keys expire.
+    """
+    terms = _Terms()
+
+    def read(known: bytes) -> tuple[bytes, KeyRing] | None:
+        found = _read(path, known)
+        ring = access.ring if found is None else found[1]
+        if ring is not None:
+            terms.show(ring)
+        return found
 
     def use(ring: KeyRing) -> None:
         access.ring = ring
@@ -27,7 +42,7 @@ def watch_keys(path: Path, access: Access, clock: Callable[[], float] = time.mon
 
     return FileWatch(
         f"the keys file {path}",
-        lambda known: _read(path, known),
+        read,
         use,
         expected=BadConfiguration,
         failed=metrics.INGEST_KEYS_FAILURES.inc,
@@ -50,3 +65,27 @@ def _read(path: Path, known: bytes) -> tuple[bytes, KeyRing] | None:
     if digest == known != b"":
         return None
     return digest, KeyRing(load_keys(path))
+
+
+class _Terms:
+    """The ends of the keys in the metrics. A key that has expired is no longer there: its client gets a 401."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, ApiKey] = {}
+
+    def show(self, ring: KeyRing) -> None:
+        current = {key.id: key for key in ring.expiring(_MOST_SHOWN)}
+        if current == self._shown:
+            return
+        for key_id in self._shown.keys() - current.keys():
+            show_secret("ingest", key_id, None, None)
+        for key in current.values():
+            show_secret("ingest", key.id, key.until, _made(key))
+        self._shown = current
+
+
+def _made(key: ApiKey) -> float | None:
+    """People may have written any text into the file."""
+    with suppress(ValueError):
+        return parse_date(key.created)
+    return None

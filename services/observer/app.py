@@ -25,7 +25,7 @@ from services.core.pipes import PipeFile, load_pipes
 from services.core.progress import ProgressWatch, Turns, WatchedReader
 from services.core.progress import Step as Work
 from services.core.rights import rights_of
-from services.core.signing import BadSecret, SigningKeys, read_signing_keys, watch_secret
+from services.core.signing import BadSecret, SigningKeys, watch_secret
 from services.core.startup import Readiness, open_when_reachable
 from services.core.topic_names import RETRIER_DEAD, dead_letter_topic, lane_name, renames_of
 from services.core.yaml_source import BadConfiguration, Problem
@@ -202,6 +202,6 @@ def _read_keys(file: Path | None) -> SigningKeys:
     if file is None:
         return SigningKeys()
     try:
-        return SigningKeys(read_signing_keys(Secret(file=file), Path(), {}))
+        return SigningKeys.read(Secret(file=file), Path(), {})
     except BadSecret as error:
         raise BadConfiguration([Problem("--alarm-secret", "", str(error))]) from error

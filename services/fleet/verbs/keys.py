@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +13,10 @@ from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from services.core.keys import ApiKey, add_key, load_keys, make_key, revoke_key
+from services.core.keys import ApiKey, add_key, expire_key, load_keys, make_key, revoke_key
 from services.core.signing import make_secret
+from services.core.times import parse_date
+from services.core.units import parse_duration
 from services.core.yaml_source import describe
 from services.fleet.access import find_fleet, find_keys
 from services.fleet.console import OUT, make_table, print_note
@@ -35,7 +38,30 @@ KeysPath = Annotated[
 
 
 def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return _format(time.time())
+
+
+def _format(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _read_end(text: str) -> str:
+    """RFC 3339, from a date, a time, or `90d` from now."""
+    now = time.time()
+    try:
+        until = now + parse_duration(text)
+    except ValueError:
+        try:
+            until = parse_date(text)
+        except ValueError as error:
+            reason, _, remedy = str(error).partition(". Try: ")
+            raise CommandFailed(reason, f"{remedy} or 90d (from now)", status=2) from None
+    if until <= now:
+        raise CommandFailed(f"{text} is in the past", "a later date, or: penstock keys revoke", status=2)
+    try:
+        return _format(until)
+    except (ValueError, OverflowError):
+        raise CommandFailed(f"{text} is too far away", "2027-01-31", status=2) from None
 
 
 @KEYS.command(epilog=example('penstock keys create --name "the orders service" --stream orders > orders.key'))
@@ -47,12 +73,20 @@ def create(
     rate: Annotated[
         int | None, typer.Option("--rate", min=1, help="The most events per second, per ingest process.")
     ] = None,
+    expires: Annotated[
+        str | None,
+        typer.Option(
+            "--expires",
+            help="When ingest begins to refuse the key: 2027-01-31 (00:00 UTC), a time, or 90d from now; absent: never.",
+        ),
+    ] = None,
     keys: KeysPath = None,
     data: Data = Path("data"),
 ) -> None:
     """Create an API key. It is printed once, on stdout; only its hash is stored."""
+    until = None if expires is None else _read_end(expires)
     try:
-        token, entry = make_key(streams=stream, name=name, rate=rate, created=_now())
+        token, entry = make_key(streams=stream, name=name, rate=rate, created=_now(), expires=until)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         field = problem["loc"][0]
@@ -85,11 +119,13 @@ def list_keys(keys: KeysPath = None, data: Data = Path("data"), as_json: AsJson 
 
 def key_table(keys: Iterable[ApiKey]) -> Table:
     """One row per key."""
-    table = make_table("id", "name", "rate", "created", "revoked", "streams", right=["rate"], text=["name", "streams"])
+    table = make_table(
+        "id", "name", "rate", "created", "expires", "revoked", "streams", right=["rate"], text=["name", "streams"]
+    )
     for key in keys:
         rate = "" if key.rate is None else str(key.rate)
         name, streams = Text(plain(key.name)), Text(", ".join(key.streams))
-        table.add_row(key.id, name, rate, key.created, key.revoked or "", streams)
+        table.add_row(key.id, name, rate, key.created, key.expires or "", key.revoked or "", streams)
     return table
 
 
@@ -106,6 +142,23 @@ def revoke(
     if not revoke_key(path, key_id, _now()):
         raise CommandFailed(f"{path} has no key {key_id[:40]!r}", "penstock keys list")
     print_note(f"Key {key_id} is revoked.", "green")
+
+
+@KEYS.command(epilog=example("penstock keys expire k3v9x0qa 2027-01-31"))
+def expire(
+    key_id: Annotated[str, typer.Argument(help="The key's id from `penstock keys list`.")],
+    when: Annotated[str, typer.Argument(help="2027-01-31 (00:00 UTC), a time, 90d from now, or never.")],
+    keys: KeysPath = None,
+    data: Data = Path("data"),
+) -> None:
+    """Set the date from which ingest refuses a key."""
+    path = find_keys(keys, data)
+    if not path.exists():
+        raise CommandFailed(f"there is no {path}", "--keys with the file that ingest reads", status=2)
+    until = None if when == "never" else _read_end(when)
+    if not expire_key(path, key_id, until):
+        raise CommandFailed(f"{path} has no key {key_id[:40]!r}", "penstock keys list")
+    print_note(f"Key {key_id} expires {f'at {until}' if until else 'never'}.", "green")
 
 
 @KEYS.command(epilog=example("penstock keys secret webhook.secret"))

@@ -88,9 +88,15 @@ async def test_the_end_of_its_certificates_is_shown(tmp_path: Path) -> None:
             await answer.read()
         until = REGISTRY.get_sample_value("penstock_certificate_expiry_timestamp_seconds", labels)
         assert until == untils_of_pem(own.read_bytes())[0]
-    write(tmp_path, "tls: system\n")
+    password = tmp_path / "kafka.secret"
+    password.write_text("# expires: 2027-01-31\npw\n")
+    password.chmod(0o600)
+    write(tmp_path, "tls: system\nsasl: {mechanism: PLAIN, user: a, password: {file: kafka.secret}}\n")
     await measure_certificates()
     assert REGISTRY.get_sample_value("penstock_certificate_expiry_timestamp_seconds", labels) is None
+    labels = {"name": "kafka", "key": "sasl"}
+    assert REGISTRY.get_sample_value("penstock_secret_expiry_timestamp_seconds", labels) == 1801353600
+    assert (await asyncio.to_thread(read_login, path, {})).password == "pw"
 
 
 async def test_a_node_that_refuses_is_asked_more_and_more_seldom(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import ssl
@@ -19,7 +20,15 @@ from prometheus_client import REGISTRY
 from services.core import authorization, credentials, dead_letter, file_watch
 from services.core.authorization import Credential, NoCredential, SecretHeader
 from services.core.broker.connect import open_broker
-from services.core.credentials import BadCredential, Credentials, Held, read_tls, read_value, watch_credentials
+from services.core.credentials import (
+    BadCredential,
+    Credentials,
+    Held,
+    read_credentials,
+    read_tls,
+    read_value,
+    watch_credentials,
+)
 from services.core.destination_check import check_destinations, find_exposed_secrets
 from services.core.net_guard import NetPolicy
 from services.core.pipe_webhook import Secret, Tls, Webhook
@@ -307,6 +316,35 @@ async def test_the_end_of_a_token_is_shown(tmp_path: Path) -> None:
     webhook = Webhook.model_validate({"url": "https://example.com", "auth": {"header": header}})
     assert watch_credentials("late/env", webhook, tmp_path, Credentials(Held(f"Bearer {jwt(iat=1, exp=2)}"))) == []
     assert terms("late/env", "auth.header.value") == [1, 2]
+
+
+def noted(name: str, key: str) -> list[float | None]:
+    labels = {"name": name, "key": key}
+    return [
+        REGISTRY.get_sample_value(f"penstock_secret_{word}_timestamp_seconds", labels) for word in ("expiry", "written")
+    ]
+
+
+async def test_the_date_beside_a_secret(tmp_path: Path) -> None:
+    """Broken: the line with the date becomes part of the secret; it expires without a word; or its age is not shown."""
+    path, held = tmp_path / "client.secret", Held("s0")
+    oauth = {"token_url": "https://login.example.org/", "client_id": "p", "client_secret": {"file": "client.secret"}}
+    webhook = Webhook.model_validate({"url": "https://example.com", "auth": {"oauth": oauth}})
+    (watch,) = watch_credentials("late/noted", webhook, tmp_path, Credentials(held))
+    shown = []
+    for text in ("s1", "# expires: 2027-01-31\ns2#", "s2#\n  #expires 2027-01-31T01:00:00Z", "s2#\n"):
+        await asyncio.to_thread(write, path, text)
+        await asyncio.to_thread(os.utime, path, (1000, 1000))
+        await watch.load()
+        shown.append((held.current, *noted("late/noted", "auth.oauth.client_secret")))
+    assert shown == [("s1", None, 1000), ("s2#", 1801353600, 1000), ("s2#", 1801357200, 1000), ("s2#", None, 1000)]
+    await asyncio.to_thread(write, path, "# expires: soon\ns3")
+    with pytest.raises(BadCredential, match=r"client\.secret: 'soon' is not a date. Try: 2027-01-31"):
+        await watch.load()
+    bearer = Webhook.model_validate({"url": "https://example.com", "auth": {"bearer": {"env": "TOKEN"}}})
+    found, mistakes = read_credentials(bearer, tmp_path, {"TOKEN": "# expires: 2027-01-31\nT1"})
+    assert (mistakes, watch_credentials("late/variable", bearer, tmp_path, found)) == ([], [])
+    assert noted("late/variable", "auth.bearer") == [1801353600, None]
 
 
 async def test_a_rotated_token_is_read_when_the_old_one_is_refused(

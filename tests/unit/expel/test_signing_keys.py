@@ -14,7 +14,7 @@ from services.core.broker.connect import open_broker
 from services.core.pipe_webhook import Secret
 from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
-from services.core.signing import BadSignature, SigningKey, SigningKeys, verify, watch_secret
+from services.core.signing import BadSecret, BadSignature, SigningKey, SigningKeys, verify, watch_secret
 from services.expel.plan import read_plan, watch_secrets
 from services.expel.settings import ExpelSettings
 from tests.support.waiting_events import store
@@ -112,6 +112,31 @@ async def test_a_file_that_cannot_be_used_leaves_the_keys(tmp_path: Path) -> Non
     assert not any(secret.removeprefix("whsec_") in str(logs) for secret in (OLD, NEW))
 
 
+def noted(name: str) -> float | None:
+    return REGISTRY.get_sample_value("penstock_secret_expiry_timestamp_seconds", {"name": name, "key": "secret"})
+
+
+async def test_the_dates_beside_secrets(tmp_path: Path) -> None:
+    """Broken: a date becomes part of a secret; or the end of the old secret is hidden by that of the new one beside it."""
+    path, keys = tmp_path / "hook.secret", SigningKeys()
+    watch = watch_secret("late/noted", Secret(file=path), tmp_path, keys)
+    await asyncio.to_thread(write_secret, path, "# expires: 2028-01-01", NEW, "# expires: 2027-01-31", OLD)
+    await watch.load()
+    assert [key.digest(b"x") for key in keys.current] == [SigningKey.parse(one).digest(b"x") for one in (NEW, OLD)]
+    assert noted("late/noted") == 1801353600
+    await asyncio.to_thread(write_secret, path, "# expires: 2028-01-01", NEW)
+    await watch.load()
+    assert (len(keys.current), noted("late/noted")) == (1, 1830297600)
+    await asyncio.to_thread(write_secret, path, "# expires: 31.1.2027", NEW)
+    with pytest.raises(BadSecret, match=r"hook\.secret: '31\.1\.2027' is not a date"):
+        await watch.load()
+    await asyncio.to_thread(
+        write_secret, path, "# of the shop", NEW
+    )  # no other comment: it may be a secret with a slip
+    with pytest.raises(BadSecret):
+        await watch.load()
+
+
 def test_files_are_watched_and_variables_are_not(tmp_path: Path) -> None:
     """Broken: a destination's secret is forgotten, or a variable, which cannot change, is read again and again."""
     write_secret(tmp_path / "hook.secret", OLD)
@@ -122,6 +147,7 @@ def test_files_are_watched_and_variables_are_not(tmp_path: Path) -> None:
     (tmp_path / "pipes.yaml").write_text(
         f"streams: {{s: {{}}}}\npipes: {{late: {{sources: [s], destinations: [{listed}]}}}}"
     )
-    plan = read_plan(ExpelSettings(pipes=tmp_path / "pipes.yaml"), {"HOOK": NEW})
+    plan = read_plan(ExpelSettings(pipes=tmp_path / "pipes.yaml"), {"HOOK": f"# expires: 2027-01-31\n{NEW}"})
     assert [len(lane.keys.current) for lane in plan.lanes] == [1, 1, 0]
     assert len(watch_secrets(plan.lanes, tmp_path)) == 1
+    assert noted("late/b") == 1801353600

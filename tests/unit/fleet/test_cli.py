@@ -11,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 from typer.main import get_command
 
 from services.core.broker.connect import open_broker
+from services.core.keys import load_keys
 from services.core.settings import variable_name
 from services.fleet import sender
 from services.fleet.access import ingest_url
@@ -364,6 +366,22 @@ def test_keys(shell: Shell, tmp_path: Path) -> None:
     assert entry["revoked"]
     assert shell.run("keys", "list") == 0
     assert key_id in shell.out
+
+
+def test_keys_with_a_date(shell: Shell, tmp_path: Path) -> None:
+    """Broken: a date in the past or a misspelt one makes a key that is of no use, or one that never ends."""
+    assert shell.run("keys", "create", "--stream", "orders", "--expires", "90d") == 0
+    (entry,) = load_keys(tmp_path / "keys.yaml")
+    assert entry.until == pytest.approx(time.time() + 90 * 86400, abs=60)
+    for when, said in (("2020-01-01", "is in the past"), ("soon", "Try: 2027-01-31"), ("99999999999d", "too far away")):
+        assert shell.run("keys", "expire", entry.id, when) == 2
+        assert said in shell.err
+    assert shell.run("keys", "expire", "nobody00", "90d") == 1
+    assert shell.run("keys", "expire", entry.id, "2099-01-31") == 0
+    assert shell.run("keys", "list") == 0
+    assert "2099-01-31" in shell.out
+    assert shell.run("keys", "expire", entry.id, "never") == 0
+    assert load_keys(tmp_path / "keys.yaml")[0].expires is None
 
 
 def test_signing_secret_file(shell: Shell, tmp_path: Path) -> None:

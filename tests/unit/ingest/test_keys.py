@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from pydantic import ValidationError
 
 from services.core import file_watch
 from services.core.file_watch import FileWatch
-from services.core.keys import KeyRing, add_key, load_keys, make_key, revoke_key
+from services.core.keys import ApiKey, KeyRing, add_key, expire_key, load_keys, make_key, revoke_key
+from services.core.times import format_time
 from services.core.yaml_source import BadConfiguration
 from services.ingest import key_watch
 from services.ingest.access import Access
@@ -122,6 +124,68 @@ def test_a_revoked_key_stays_listed_and_opens_nothing(tmp_path: Path) -> None:
     ring = KeyRing(keys)
     assert ring.find(first) is None
     assert ring.find(second) is not None
+
+
+def test_a_key_with_an_end(tmp_path: Path) -> None:
+    """Broken: a key that expired still opens; the one behind it does not; or its end is nowhere to be seen, or stays there."""
+    path, now = tmp_path / "keys.yaml", [0.0]
+    token, entry = make_key(streams=["orders"], created=CREATED, expires="2027-01-31")
+    add_key(path, entry)
+    other, _ = (
+        make_file(path, 1)[0],
+        add_key(path, make_key(streams=["a"], created="long ago", expires="2028-01-01T01:00:00+01:00")[1]),
+    )
+    keys = load_keys(path)
+    assert [key.until for key in keys] == [1801353600.0, float("inf"), 1830297600.0]
+    ring = KeyRing(keys, lambda: now[0])
+    assert [key.id for key in ring.expiring(9)] == [keys[0].id, keys[2].id]
+    now[0] = 1801353599.9
+    assert ring.find(token) == entry
+    assert (len(ring), ring.expiring(1)) == (3, [entry])
+    now[0] = 1801353600.0
+    assert ring.find(token) is None
+    assert ring.find(other) is not None
+    assert (len(ring), ring.expiring(1)) == (2, [keys[2]])
+    assert expire_key(path, entry.id, None)
+    assert not expire_key(path, "zzzzzzzz", None)
+    assert KeyRing(load_keys(path), lambda: now[0]).find(token) is not None
+
+
+@pytest.mark.parametrize("date", ["soon", "2027-01-31T08:00:00", "20270131", "2027-13-01", ""])
+def test_a_date_that_nobody_can_read_is_refused(date: str) -> None:
+    """Broken: a key with a misspelt end never ends."""
+    with pytest.raises(ValidationError, match="Try: 2027-01-31"):
+        make_key(streams=["orders"], created=CREATED, expires=date)
+
+
+async def test_the_ends_of_keys_are_shown(tmp_path: Path) -> None:
+    """Broken: a key ends, and no alert came before; or the alert of a key that was revoked, prolonged or has ended stays."""
+    path = tmp_path / "keys.yaml"
+    soon, late = (
+        make_key(streams=["orders"], created=CREATED, expires=format_time(int((time.time() + left) * 1000)))[1]
+        for left in (0.2, 1000)
+    )
+    for entry in (soon, late, make_key(streams=["orders"], created=CREATED)[1]):
+        await asyncio.to_thread(add_key, path, entry)
+
+    def shown(entry: ApiKey) -> list[float | None]:
+        labels = {"name": "ingest", "key": entry.id}
+        return [
+            REGISTRY.get_sample_value(f"penstock_secret_{word}_timestamp_seconds", labels)
+            for word in ("expiry", "written")
+        ]
+
+    access = Access(KeyRing([]))
+    watch = watch_keys(path, access)
+    await watch.load()
+    assert shown(late) == [late.until, 1767323045.0]
+    while shown(soon) != [None, None]:  # the same file: only the time has passed
+        await asyncio.sleep(0.01)
+        await watch.load()
+    assert shown(late) == [late.until, 1767323045.0]
+    await asyncio.to_thread(revoke_key, path, late.id, CREATED)
+    await watch.load()
+    assert shown(late) == [None, None]
 
 
 def test_two_ids_alike_are_refused(tmp_path: Path) -> None:

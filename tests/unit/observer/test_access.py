@@ -138,6 +138,16 @@ async def test_a_token_is_rotated_without_a_restart(
     assert not any(token in f"{tokens!r} {logs}" for token in (OLD, NEW, newest))
 
 
+async def test_a_date_beside_the_tokens(file: Path) -> None:
+    """Broken: the line with the date counts as tokens, or the date is shown nowhere."""
+    await asyncio.to_thread(file.write_text, f"# expires: 2027-01-31\n{NEW}\n")
+    tokens = Tokens([])
+    await watch_tokens(file, tokens).load()
+    assert tokens.current == (NEW,)
+    labels = {"name": "observer", "key": "tokens"}
+    assert REGISTRY.get_sample_value("penstock_secret_expiry_timestamp_seconds", labels) == 1801353600
+
+
 @pytest.mark.parametrize("text", ["", "short\n", f"{NEW} {NEW} " * 6, "no spaces in tokens, please\n", "\x00" * 40])
 def test_what_is_no_token_file_is_refused_and_not_shown(file: Path, text: str) -> None:
     """Broken: an empty line is a token that everybody has; or the error shows what the file holds."""

@@ -172,6 +172,8 @@ CHECKS = (
     Check("disk-nearly-full", "PenstockDiskFills", machine.find_little_room),
     Check("certificate-expires", "PenstockCertificateExpires", expiry.find_expiring),
     Check("token-expires", "PenstockTokenExpires", expiry.find_expiring_tokens),
+    Check("secret-expires", "PenstockSecretExpires", expiry.find_expiring_secrets),
+    Check("secret-old", "PenstockSecretExpires", expiry.find_old_secrets),
     Check("autoscaler-away", "PenstockAutoscalerDown", scaling.find_away),
     Check("autoscaler-fails", "PenstockAutoscalerFails", scaling.find_failures),
     Check("streams-at-limit", "PenstockStreamAtLimit", scaling.find_full_streams),

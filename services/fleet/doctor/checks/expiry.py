@@ -1,4 +1,4 @@
-"""Checks of what has a date: certificates, ours and the receivers', and tokens of ours that tell their end."""
+"""Checks of what has a date: certificates, ours and the receivers', tokens of ours that tell their end, secrets with a note."""
 
 from collections.abc import Iterator
 
@@ -109,3 +109,75 @@ def _token_ends(lane: str, key: str, until: float, what: str) -> Finding:
         f"put a new token of {lane} into its file ({key} in the pipe file); no restart is needed, except for a variable",
         about(lane),
     )
+
+
+OLD_DAYS = 400.0
+"""A secret without a date that was not changed for so long is worth a word."""
+
+
+def find_expiring_secrets(facts: Facts) -> Iterator[Finding]:
+    """API keys, signing secrets and others that end by the date beside them, soon or before now."""
+    written = _newest_of(facts, "penstock_secret_written_timestamp_seconds")
+    for (name, key), until in sorted(_ends_of_secrets(facts).items()):
+        left, soon = until - facts.now, SOON_DAYS * 86400
+        if name == _INGEST and (name, key) in written:
+            soon = min(soon, LAST_SHARE * (until - written[name, key]))
+        if left <= soon:
+            ends = f"expires in {format_span(left)}" if left > 0 else f"expired {format_span(-left)} ago, by its date"
+            yield _secret_ends(name, key, until, ends)
+
+
+def find_old_secrets(facts: Facts) -> Iterator[Finding]:
+    """Secrets without a date that nobody has changed for a long time."""
+    ends = _ends_of_secrets(facts)
+    for (name, key), written in sorted(_newest_of(facts, "penstock_secret_written_timestamp_seconds").items()):
+        if (name, key) not in ends and facts.now - written > OLD_DAYS * 86400:
+            yield Finding(
+                f"{_capital(_secret(name, key))} was not changed for {format_span(facts.now - written)}, and has no date.",
+                [f"its file was written at {format_time(int(written * 1000))}"],
+                "ask its owner when it expires, and write a line `# expires: 2027-01-31` into its file",
+                about(name),
+                is_note=True,
+            )
+
+
+def said_to_end(facts: Facts, lane: str) -> list[str]:
+    """Evidence: secrets of a lane whose date has passed."""
+    return [
+        f"{_secret(name, key)} expired {format_span(facts.now - until)} ago, by the date in its file"
+        for (name, key), until in sorted(_ends_of_secrets(facts).items())
+        if name == lane and until <= facts.now
+    ]
+
+
+_INGEST = "ingest"
+
+
+def _secret(name: str, key: str) -> str:
+    return f"the API key {key}" if name == _INGEST else f"the secret of {name} ({key})"
+
+
+def _secret_ends(name: str, key: str, until: float, ends: str) -> Finding:
+    if name == _INGEST:
+        what, first = "expires", f"penstock keys create …   # for the owner of {key} in `penstock keys list`, in time"
+    else:
+        what = "# expires"
+        first = f"put a new secret and its date into the file of {name} ({key}); no restart is needed, except for a variable"
+    evidence = [f"valid until {format_time(int(until * 1000))} ({what})"]
+    return Finding(f"{_capital(_secret(name, key))} {ends}.", evidence, first, about(name))
+
+
+def _ends_of_secrets(facts: Facts) -> dict[tuple[str, str], float]:
+    found: dict[tuple[str, str], float] = {}
+    for _, labels, until, _ in facts.series("penstock_secret_expiry_timestamp_seconds"):
+        place = labels["name"], labels["key"]
+        found[place] = min(until, found.get(place, until))
+    return found
+
+
+def _newest_of(facts: Facts, metric: str) -> dict[tuple[str, str], float]:
+    found: dict[tuple[str, str], float] = {}
+    for _, labels, value, _ in facts.series(metric):
+        place = labels["name"], labels["key"]
+        found[place] = max(value, found.get(place, value))
+    return found

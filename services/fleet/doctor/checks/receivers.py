@@ -7,7 +7,7 @@ from services.core.pauses import GONE, Pause
 from services.core.times import format_time
 from services.core.topic_names import lane_name
 from services.core.units import format_count
-from services.fleet.doctor.checks.expiry import find_expired, find_expired_tokens, format_span
+from services.fleet.doctor.checks.expiry import find_expired, find_expired_tokens, format_span, said_to_end
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Endpoint, Facts, LogLine
 
@@ -72,7 +72,11 @@ def find_refused_tokens(facts: Facts) -> Iterator[Finding]:
         is_down = failed.keys() <= _UNREACHABLE or all(word.startswith("http_5") for word in failed)
         yield Finding(
             f"The token server of {lane} gives no token; without one its events wait.",
-            [f"failed requests for a token: {named}", *([f"expel's log{said}"[:400]] if said else [])],
+            [
+                f"failed requests for a token: {named}",
+                *said_to_end(facts, lane),
+                *([f"expel's log{said}"[:400]] if said else []),
+            ],
             f"ask the owner of the token server of {lane} whether it runs"
             if is_down
             else f"put the present client secret of {lane} into its file (auth.oauth.client_secret); no restart is needed",

@@ -355,6 +355,50 @@ def test_an_expired_login() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "life", "left", "said"),
+    [
+        ("shop/crm", 30 * DAY_S, 20 * DAY_S, "The secret of shop/crm (auth) expires in 20 days."),
+        ("shop/crm", 30 * DAY_S, 22 * DAY_S, ""),
+        ("shop/crm", 30 * DAY_S, -DAY_S, "The secret of shop/crm (auth) expired 24 hours ago, by its date."),
+        ("ingest", 365 * DAY_S, 20 * DAY_S, "The API key auth expires in 20 days."),
+        ("ingest", DAY_S, 9000.0, ""),
+        ("ingest", DAY_S, 8000.0, "The API key auth expires in 2 hours."),
+    ],
+)
+def test_a_secret_with_a_date(name: str, life: float, left: float, said: str) -> None:
+    """Broken: a secret expires without a word, or an API key that lives for a day counts as a fault from its first hour."""
+
+    def age(facts: Facts) -> None:
+        for word, value in (("written", NOW + left - life), ("expiry", NOW + left)):
+            metric = f"penstock_secret_{word}_timestamp_seconds"
+            count(instance(facts, "expel"), metric, {"name": name, "key": "auth"}, value, value)
+
+    found = broken(age)
+    assert [cause.finding.what for cause in found.causes] == ([said] if said else [])
+
+
+def test_a_secret_without_a_date() -> None:
+    """Broken: nobody sees that a secret is years old; or each secret without a date is a fault."""
+
+    def age(facts: Facts) -> None:
+        for lane, days in (("shop/crm", 500), ("shop/erp", 300)):
+            at = NOW - days * DAY_S
+            count(
+                instance(facts, "expel"),
+                "penstock_secret_written_timestamp_seconds",
+                {"name": lane, "key": "secret"},
+                at,
+                at,
+            )
+
+    found = broken(age)
+    assert not found.causes
+    assert [note.finding.what for note in found.notes] == [
+        "The secret of shop/crm (secret) was not changed for 500 days, and has no date."
+    ]
+
+
+@pytest.mark.parametrize(
     ("life", "left", "first"),
     [
         (365 * DAY_S, 20 * DAY_S, "token-expires"),

@@ -112,6 +112,18 @@ FAULTS: tuple[tuple[str, Change, str, str], ...] = (
         "tokens-refused",
         "invalid_client 4",
     ),
+    (
+        "SecretExpires",
+        counted(
+            "expel",
+            "penstock_secret_expiry_timestamp_seconds",
+            {"name": "shop/crm", "key": "secret"},
+            NOW + 9e5,
+            NOW + 9e5,
+        ),
+        "secret-expires",
+        "(# expires)",
+    ),
     ("EveryDestinationDown", fail_everywhere("dns", LANE, OTHER_LANE, BILLING), "every-receiver", "shop/crm: dns"),
     ("PipeUnserved", unserve, "pipe-unserved", "it has lanes of shop"),
     ("RetrierNotUp", counted("retrier", "penstock_retrier_up", {}, 0, 0), "retrier-down", "it says that it is ready"),
