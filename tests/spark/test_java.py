@@ -39,8 +39,10 @@ def test_versions() -> None:
 
 
 def test_session(spark: SparkSession) -> None:
-    """If this fails, the service does not notice that Java ends, or finds no Java classes."""
+    """If this fails, the service does not notice that Java ends, or finds no Java classes; or a Java without memory lives on."""
     assert java.java_process(spark).poll() is None
+    arguments = java.jvm(spark).java.lang.management.ManagementFactory.getRuntimeMXBean().getInputArguments()
+    assert "-XX:+ExitOnOutOfMemoryError" in list(arguments)
     assert java.jvm(spark).java.lang.Math.abs(-3) == 3
     other = spark.newSession()
     java.set_active_session(other)

@@ -184,7 +184,7 @@ async def test_keys() -> None:
         ]
     found = [details(reply)[0] for reply in replies if reply.status != 200]
     assert [name for name, _ in found] == ["no-valid-key", "scope-missing", "over-quota"]
-    assert "or its key is unknown or revoked" in found[0][1]
+    assert "or its key is unknown, revoked or expired" in found[0][1]
     for _, detail in found:
         check_sentences(detail)
 

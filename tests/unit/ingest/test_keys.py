@@ -131,10 +131,8 @@ def test_a_key_with_an_end(tmp_path: Path) -> None:
     path, now = tmp_path / "keys.yaml", [0.0]
     token, entry = make_key(streams=["orders"], created=CREATED, expires="2027-01-31")
     add_key(path, entry)
-    other, _ = (
-        make_file(path, 1)[0],
-        add_key(path, make_key(streams=["a"], created="long ago", expires="2028-01-01T01:00:00+01:00")[1]),
-    )
+    (other,) = make_file(path)
+    add_key(path, make_key(streams=["a"], created="long ago", expires="2028-01-01T01:00:00+01:00")[1])
     keys = load_keys(path)
     assert [key.until for key in keys] == [1801353600.0, float("inf"), 1830297600.0]
     ring = KeyRing(keys, lambda: now[0])
