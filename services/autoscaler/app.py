@@ -18,6 +18,8 @@ from services.autoscaler.partitions import PartitionScaler
 from services.autoscaler.settings import EXECUTORS, AutoscalerSettings
 from services.autoscaler.shards.scaler import ShardScaler
 from services.core.broker.contract import Broker
+from services.core.broker.existing import NO_EXISTING
+from services.core.existing_topics import existing_topics
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.pipes import load_pipes
@@ -39,11 +41,12 @@ async def start(settings: AutoscalerSettings, supervision: Supervision) -> None:
         running = []
         if settings.groups:
             running.append(supervision.run(_scale_groups(settings, topics, stopping), "groups"))
-        rights = []
+        rights, existing = [], NO_EXISTING
         if settings.broker.startswith("kafka:"):
-            rights = rights_of("autoscaler", await asyncio.to_thread(load_pipes, settings.pipes))
+            pipes = await asyncio.to_thread(load_pipes, settings.pipes)
+            rights, existing = rights_of("autoscaler", pipes), existing_topics(pipes)
         broker = await open_when_reachable(
-            stack, settings.broker, stopping, rights=rights, on_wait=readiness.set_reason
+            stack, settings.broker, stopping, rights=rights, on_wait=readiness.set_reason, existing=existing
         )
         if broker is not None:
             readiness.reason = None

@@ -21,7 +21,7 @@ from services.core.broker.errors import BrokerError, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.key_marks import KeyMark, read_key_marks
 from services.core.lifecycle import wait_for_stop
-from services.core.pipes import PipeFile, Stream
+from services.core.pipes import PipeFile, Stream, own_streams
 from services.core.times import format_time
 from services.core.topic_names import AUDIT
 
@@ -147,7 +147,7 @@ class PartitionScaler:
     async def _consider(self, window: Window) -> None:
         counts = await self._broker.admin.topics()
         marks: Mapping[str, KeyMark] | None = None
-        for name, stream in self._pipes.streams.items():
+        for name, stream in own_streams(self._pipes).items():
             if name not in counts:
                 continue
             load = sum(value for _, value in window.of(_BYTES, stream=name)) / window.seconds

@@ -25,6 +25,9 @@ OUTPUTS = "penstock_outputs"
 with several outputs, behind the event's own headers. Without it an event is in every output of its pipe."""
 REDRIVEN = "penstock_redriven"
 """The position of the dead letter whose event an operator sent to its stream again. No transform drops it as a repeated one."""
+FAULT = "penstock_fault"
+"""Why a record of a topic of others is no event, for a person: a rule of the pipe file does not fit it. It is the last header,
+and the record goes to the dead letters."""
 TRACEPARENT = "traceparent"
 """W3C trace context, if the client sent one."""
 CE_PREFIX = "ce_"
@@ -58,6 +61,24 @@ class Origin(NamedTuple):
         if not incarnation:
             raise ValueError("an origin without incarnation")
         return cls(incarnation, int(partition), int(sequence))
+
+
+TOPIC_NUMBERS = 1 << 31
+"""The offsets of one incarnation of a topic of others: the ledger's sets have room for so many."""
+_OF_TOPIC = "topic"
+
+
+def topic_incarnation(topic_id: str, offset: int) -> str:
+    """The incarnation in the origin of a record of a topic of others: the topic's id, and which TOPIC_NUMBERS offsets these are.
+
+    The number is `offset % TOPIC_NUMBERS`. A topic that was deleted and created again has another id.
+    """
+    return f"{_OF_TOPIC}{topic_id.replace('-', '')}e{offset // TOPIC_NUMBERS}"
+
+
+def is_of_topic(incarnation: str) -> bool:
+    """Whether it is a `topic_incarnation`: that of ingest is hexadecimal."""
+    return incarnation.startswith(_OF_TOPIC)
 
 
 def read_id(record: Record) -> str | None:

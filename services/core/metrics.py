@@ -233,6 +233,11 @@ EXPEL_FILTERED = Counter(
     "Events of the transform's result that are in other outputs than the destination's, and are not sent to it.",
     ["pipe", "destination"],
 )
+EXPEL_TOMBSTONES = Counter(
+    "penstock_expel_tombstones",
+    "Records without a value in a topic of others, which are skipped.",
+    ["pipe", "destination"],
+)
 EXPEL_INHERITED = Counter(
     "penstock_expel_events_inherited",
     "Events that an earlier expel had written to the retrier and not committed. The next expel skips them.",

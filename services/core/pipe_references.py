@@ -22,7 +22,9 @@ def find_broken_references(data: object) -> list[Found]:
         for section, names in (("streams", streams), ("pipes", pipes))
         if RESERVED in names
     ]
+    problems += _check_topics(streams)
     feeds: dict[str, set[str]] = {}
+    read = {_mapping(stream).get("topic"): name for name, stream in streams.items()}
     for name, pipe in pipes.items():
         sources = [source for source in _items(_mapping(pipe).get("sources")) if isinstance(source, str)]
         destinations = [_mapping(destination) for destination in _items(_mapping(pipe).get("destinations"))]
@@ -33,9 +35,10 @@ def find_broken_references(data: object) -> list[Found]:
         outputs = _mapping(transform.get("outputs"))
         problems += [(("pipes", name, *path), text) for path, text in _check_outputs(outputs, destinations)]
         for index, destination in enumerate(destinations):
-            target = destination.get("stream")
+            kind = "stream" if "stream" in destination else "topic"
+            target = destination.get("stream") or read.get(_mapping(destination.get("topic")).get("name"))
             if isinstance(target, str) and _reaches(feeds, target, set(sources)):
-                path = ("pipes", name, "destinations", index, "stream")
+                path = ("pipes", name, "destinations", index, kind)
                 problems.append((path, f"{target!r} leads back to the pipe's own source: a loop"))
                 continue
             for source in sources:
@@ -61,6 +64,22 @@ def _check_pipe(
             names.add(name)
         if isinstance(stream, str) and stream not in streams:
             yield ("destinations", index, "stream"), f"{stream!r} {known}"
+        elif isinstance(stream, str) and (topic := _mapping(streams[stream]).get("topic")):
+            text = f"{stream!r} is the topic {topic} of others, which is only read. Try: topic: {{name: {topic}}}"
+            yield ("destinations", index, "stream"), text
+
+
+def _check_topics(streams: Mapping[str, object]) -> Iterator[Found]:
+    """Topics of others that are read twice, or are ours."""
+    readers: dict[str, str] = {}
+    for name, stream in streams.items():
+        topic = _mapping(stream).get("topic")
+        if not isinstance(topic, str):
+            continue
+        if topic in readers:
+            text = f"{topic!r} is the topic of stream {readers[topic]!r} already. Try: that stream as a source of several pipes"
+            yield ("streams", name, "topic"), text
+        readers.setdefault(topic, name)
 
 
 def _check_tables(named: Sequence[str], sources: Sequence[str], tables: Mapping[str, object]) -> Iterator[Found]:

@@ -7,10 +7,11 @@ import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.core.pipe_references import find_broken_references
 from services.core.pipe_table import Table
+from services.core.pipe_topic import FromHeader, Place, TopicName, TopicTarget
 from services.core.pipe_webhook import StrictModel, Webhook
 from services.core.units import Duration
 from services.core.version import newer_format
@@ -29,19 +30,16 @@ RemovedName = Annotated[str, Field(pattern=REMOVED_PATTERN)]
 """`pipe/destination`, or `pipe`."""
 
 
-def _pointer(value: str) -> str:
-    if not value or any(not part for part in value.split(".")):
-        raise ValueError("a field name is needed; nested fields are joined by dots. Try: id or meta.id")
-    return value
-
-
-FieldPath = Annotated[str, AfterValidator(_pointer), Field(max_length=200)]
-"""A field of the JSON payload; nested fields joined by dots."""
-
-
 class Stream(StrictModel):
-    """A topic that people name. Clients send events to it."""
+    """A topic that people name. Clients send events to it, or others write to it (`topic`)."""
 
+    topic: TopicName | None = Field(
+        None,
+        description="On Kafka: a topic that is there already, by its name on the cluster. Others write to it. Penstock only "
+        "reads it: it creates, changes and deletes nothing there, and ingest accepts no events for it. `id`, `key`, `time`, "
+        "`type`, `format` and `tombstones` say how a record becomes an event.",
+        examples=["billing.invoices"],
+    )
     partitions: int = Field(
         4,
         ge=1,
@@ -66,24 +64,45 @@ class Stream(StrictModel):
         examples=[2],
     )
     retention: Duration = Field(7 * 86400.0, description="How long events are kept.", examples=["30d"])
-    id: FieldPath | None = Field(
+    id: Place | None = Field(
         None,
         description="Payload field with the event id. Without this key in the pipe file, or without the field in the event: "
-        "CloudEvents id, else a new UUIDv7. Only for events that clients send: those of another pipe keep their id.",
+        "CloudEvents id, else a new UUIDv7. Only for events that clients send: those of another pipe keep their id. "
+        "With `topic` a header is possible, too: `{header: NAME}`. Without a value there the id is TOPIC-PARTITION-OFFSET.",
         examples=["meta.id"],
     )
-    key: FieldPath | None = Field(
+    key: Place | None = Field(
         None,
         description="Payload field with the ordering key. Without this key in the pipe file, or without the field in the event: "
-        "CloudEvents partitionkey, else none. Only for events that clients send: those of another pipe keep their key.",
+        "CloudEvents partitionkey, else none. Only for events that clients send: those of another pipe keep their key. "
+        "With `topic` a header is possible, too: `{header: NAME}`. Without a value there it is the key of the record.",
         examples=["customer.id"],
     )
-    time: FieldPath | None = Field(
+    time: Place | None = Field(
         None,
         description="Payload field with the event time (RFC 3339 text, or a number of seconds or milliseconds since 1970). "
         "Without this key in the pipe file, or without the field in the event: CloudEvents time, else the arrival time. "
-        "Only for events that clients send: those of another pipe keep their time.",
+        "Only for events that clients send: those of another pipe keep their time. "
+        "With `topic` a header is possible, too: `{header: NAME}`. Without a value there it is the timestamp of the record.",
         examples=["placed_at"],
+    )
+    type: Place | None = Field(
+        None,
+        description="Only with `topic`: payload field or header with the CloudEvents type. Without a value there: the header "
+        "ce_type, else penstock.STREAM.",
+        examples=[{"header": "event-type"}],
+    )
+    format: Literal["json", "text", "bytes"] = Field(
+        "json",
+        description="Only with `topic`: the kind of the values of its records. A value that is not JSON, or not text in UTF-8, "
+        "goes to the dead letters.",
+        examples=["text"],
+    )
+    tombstones: Literal["skip", "deliver"] = Field(
+        "skip",
+        description="Only with `topic`: records without a value, by which a key is deleted from a compacted topic. skip: they "
+        "are counted as filtered. deliver: they are events with the payload null.",
+        examples=["deliver"],
     )
     columns: str | None = Field(
         None,
@@ -93,6 +112,24 @@ class Stream(StrictModel):
         "here are no columns: a transform reads them from `value`, and a result made of columns does not have them.",
         examples=["carrier STRING, dep_delay INT"],
     )
+
+    @model_validator(mode="after")
+    def _fits_its_topic(self) -> Self:
+        places = {"id": self.id, "key": self.key, "time": self.time, "type": self.type}
+        if self.topic is None:
+            if found := sorted(self.model_fields_set & {"type", "format", "tombstones"}):
+                raise ValueError(
+                    f"{found[0]} is only for a topic of others. Try: topic: NAME beside it, or no {found[0]}"
+                )
+            if headers := [name for name, place in places.items() if isinstance(place, FromHeader)]:
+                raise ValueError(f"{headers[0]}: only a topic of others has headers. Try: a field of the payload")
+            return self
+        if found := sorted(self.model_fields_set & {"partitions", "max_partitions", "shards", "retention"}):
+            raise ValueError(f"{found[0]} and topic exclude each other: whoever owns the topic decides about it")
+        fields = [name for name, place in places.items() if isinstance(place, str)]
+        if self.format != "json" and fields:
+            raise ValueError(f"a payload of format {self.format} has no fields. Try: {fields[0]}: {{header: NAME}}")
+        return self
 
     @model_validator(mode="after")
     def _not_more_shards(self) -> Self:
@@ -209,13 +246,18 @@ class Transform(StrictModel):
 
 
 class Destination(StrictModel):
-    """A receiver of a pipe's events: exactly one of webhook and stream."""
+    """A receiver of a pipe's events: exactly one of webhook, stream and topic."""
 
     name: Name = Field(description="Its name, unique in the pipe.", examples=["billing"])
     webhook: Webhook | None = Field(
         None, description="An HTTP endpoint.", examples=[{"url": "https://billing.example.org/hook"}]
     )
     stream: Name | None = Field(None, description="Another stream of this file.", examples=["large-orders"])
+    topic: TopicTarget | None = Field(
+        None,
+        description="On Kafka: a topic of others, which Penstock does not create.",
+        examples=[{"name": "erp.orders", "format": "plain"}],
+    )
     output: Name | None = Field(
         None,
         alias="from",
@@ -236,8 +278,8 @@ class Destination(StrictModel):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if (self.webhook is None) == (self.stream is None):
-            raise ValueError("exactly one of webhook and stream is needed")
+        if sum(one is not None for one in (self.webhook, self.stream, self.topic)) != 1:
+            raise ValueError("exactly one of webhook, stream and topic is needed")
         return self
 
 
@@ -339,6 +381,11 @@ class PipeFile(StrictModel):
         "file no longer has.",
         examples=[{"large-orders/billing": {"bury": "the receiver was closed"}}],
     )
+
+
+def own_streams(pipes: PipeFile) -> dict[str, Stream]:
+    """The streams whose topics are ours: ingest writes to them, `penstock apply` creates them."""
+    return {name: stream for name, stream in pipes.streams.items() if stream.topic is None}
 
 
 def is_retried(destination: Destination) -> bool:

@@ -1,6 +1,8 @@
 """Creates the topics of a pipe file. Idempotent; no topic is deleted. The numbers of partitions are minimums: a topic may have
 more.
 
+A stream that is a topic of others gets nothing here. It has to be there already.
+
 | topic | partitions, at least | retention |
 |---|---|---|
 | a stream | of its definition | of its definition |
@@ -25,9 +27,10 @@ from services.core.audit import write_growth
 from services.core.broker.contract import Admin, Broker, TopicSpec
 from services.core.broker.errors import BrokerError, TopicExists, UnsafeTopic
 from services.core.broker.producer import Producer
+from services.core.existing_topics import existing_topics
 from services.core.key_marks import read_key_marks, write_key_marks
 from services.core.ledger.report import SNAPSHOTS, TELEMETRY
-from services.core.pipes import Pipe, PipeFile, needs_retrier
+from services.core.pipes import Pipe, PipeFile, needs_retrier, own_streams
 from services.core.topic_names import (
     AUDIT,
     CONTROL,
@@ -45,6 +48,17 @@ from services.core.yaml_source import BadConfiguration, Problem
 DEAD_LETTER_RETENTION_S = 30 * 86400
 RETRY_RETENTION_S = 14 * 86400
 TELEMETRY_RETENTION_S = 86400
+
+
+class NoSuchTopics(Exception):
+    """Topics of others that the pipe file names are not there. Nothing was changed."""
+
+    def __init__(self, topics: Collection[str]) -> None:
+        names = ", ".join(sorted(topics))
+        super().__init__(
+            f"there is no topic {names}. The pipe file names it as a topic of others, which Penstock does not create. "
+            "Try: its exact name, as kafka-topics --list shows it; or ask its owner to create it"
+        )
 
 
 class TooFewPartitions(Exception):
@@ -114,7 +128,7 @@ def wanted_topics(pipes: PipeFile, *, has_retrier: bool = False) -> list[TopicSp
         retention_ms = None if retention_s is None else int(retention_s * 1000)
         specs.setdefault(topic, TopicSpec(topic, partitions, retention_ms=retention_ms, shards=shards))
 
-    for name, stream in pipes.streams.items():
+    for name, stream in own_streams(pipes).items():
         add(name, stream.retention, stream.partitions, stream.shards)
     for name, pipe in pipes.pipes.items():
         sources = [pipes.streams[source] for source in pipe.sources]
@@ -155,10 +169,12 @@ async def ensure_topics(
 
     recorder: without one nothing is recorded, and new streams count as keyed.
 
-    Raises TooFewPartitions without `grow`, and UnsafeTopic when an existing topic can lose acknowledged events; both before any
-    change. Raises BrokerError kinds; after those, call again.
+    Raises NoSuchTopics, TooFewPartitions without `grow`, and UnsafeTopic when an existing topic can lose acknowledged events; all
+    before any change. Raises BrokerError kinds; after those, call again.
     """
     existing = await admin.topics()
+    if absent := find_absent(existing, pipes):
+        raise NoSuchTopics(absent.values())
     specs = wanted_topics(pipes, has_retrier=RETRY_IN in existing)
     lacking = [
         (spec.name, existing[spec.name], spec.partitions)
@@ -172,7 +188,7 @@ async def ensure_topics(
     records = [spec for spec in specs if spec.name in (AUDIT, CONTROL)]
     created = await _create(admin, records, existing)
     if recorder is not None:
-        await recorder.mark_new_streams(pipes.streams, existing)
+        await recorder.mark_new_streams(own_streams(pipes), existing)
     created |= await _create(admin, [spec for spec in specs if spec not in records], existing)
     for topic, has, wanted in lacking:
         if recorder is not None:
@@ -182,6 +198,11 @@ async def ensure_topics(
     names = [spec.name for spec in specs]
     kept = tuple(name for name in names if name not in created and name not in grown)
     return Provisioned(tuple(name for name in names if name in created), grown, kept)
+
+
+def find_absent(existing: Collection[str], pipes: PipeFile) -> dict[str, str]:
+    """The topics of others that are not there, by their names in the fleet. existing: the topics that are."""
+    return {name: topic for name, topic in existing_topics(pipes).names.items() if name not in existing}
 
 
 async def _grow(admin: Admin, topic: str, wanted: int) -> None:

@@ -1,9 +1,12 @@
 """The rights that the users of our services need on a Kafka with an authorizer: the table of docs/kafka.md."""
 
+from collections.abc import Collection
 from typing import Literal
 
+from services.core.broker.existing import target_name
 from services.core.broker.rights import Kind, Right
-from services.core.pipes import PipeFile
+from services.core.existing_topics import existing_topics
+from services.core.pipes import PipeFile, own_streams
 from services.core.provision import wanted_topics
 from services.core.topic_names import DELAYS_S, delay_topic, delivery_group, delivery_topics
 
@@ -17,7 +20,9 @@ _NEEDED: dict[Service, tuple[tuple[str, Kind, str], ...]] = {
     ),
     "expel": (
         ("Read DescribeConfigs", "topic", "DELIVERED"),
+        ("Read", "topic", "DELIVERED-OF-OTHERS"),
         ("Read Write DescribeConfigs", "topic", "TARGET"),
+        ("Write DescribeConfigs", "topic", "TARGET-OF-OTHERS"),
         ("Read Write DescribeConfigs", "topic", "PIPE.dead"),
         ("Read DescribeConfigs", "topic", "PIPE.retry"),
         ("Read Write DescribeConfigs", "topic", "PIPE.parked"),
@@ -38,6 +43,7 @@ _NEEDED: dict[Service, tuple[tuple[str, Kind, str], ...]] = {
     ),
     "observer": (
         ("Read", "topic", "EVERY"),
+        ("Read", "topic", "SOURCE-OF-OTHERS"),
         ("Write DescribeConfigs", "topic", "penstock.telemetry"),
         ("Write DescribeConfigs", "topic", "penstock.observer"),
         ("Write DescribeConfigs", "topic", "penstock.audit"),
@@ -48,6 +54,7 @@ _NEEDED: dict[Service, tuple[tuple[str, Kind, str], ...]] = {
     ),
     "autoscaler": (
         ("Read", "topic", "EVERY"),
+        ("Read", "topic", "SOURCE-OF-OTHERS"),
         ("Alter", "topic", "STREAM"),
         ("Write DescribeConfigs", "topic", "penstock.audit"),
         ("Describe", "group", "PIPE.DESTINATION"),
@@ -55,6 +62,7 @@ _NEEDED: dict[Service, tuple[tuple[str, Kind, str], ...]] = {
     ),
     "transform": (
         ("Read DescribeConfigs", "topic", "SOURCE"),
+        ("Read", "topic", "SOURCE-OF-OTHERS"),
         ("Read Write DescribeConfigs", "topic", "PIPE.out"),
         ("Read Write DescribeConfigs", "topic", "PIPE.dead"),
         ("Write DescribeConfigs", "topic", "penstock.telemetry"),
@@ -62,6 +70,7 @@ _NEEDED: dict[Service, tuple[tuple[str, Kind, str], ...]] = {
     ),
     "command line": (
         ("Create Read Write Alter DescribeConfigs", "topic", "EVERY"),
+        ("Read", "topic", "SOURCE-OF-OTHERS"),
         ("Create Read Write DescribeConfigs", "topic", "penstock.groups"),
         ("Read", "group", "PIPE.DESTINATION"),
         ("Read", "group", "penstock.retrier"),
@@ -96,14 +105,19 @@ def show_rights() -> str:
 def _find_names(names: str, pipes: PipeFile) -> list[str]:
     topics = [spec.name for spec in wanted_topics(pipes)]
     found: dict[str, list[str]] = {
-        "STREAM": list(pipes.streams),
+        "STREAM": list(own_streams(pipes)),
         "EVERY": topics,
         "DELAY": [topic for topic in map(delay_topic, DELAYS_S) if topic in topics],
     }
+    others = existing_topics(pipes).names.keys()
     for name, pipe in pipes.pipes.items():
-        of_pipe = {
-            "SOURCE": pipe.sources,
-            "DELIVERED": delivery_topics(name, pipe),
+        delivered = delivery_topics(name, pipe)
+        of_pipe: dict[str, Collection[str]] = {
+            "SOURCE": [source for source in pipe.sources if source not in others],
+            "SOURCE-OF-OTHERS": [source for source in pipe.sources if source in others],
+            "DELIVERED": [topic for topic in delivered if topic not in others],
+            "DELIVERED-OF-OTHERS": [topic for topic in delivered if topic in others],
+            "TARGET-OF-OTHERS": [target_name(one.topic.name) for one in pipe.destinations if one.topic is not None],
             "TARGET": [one.stream for one in pipe.destinations if one.stream is not None],
             "PIPE.DESTINATION": [delivery_group(name, one.name) for one in pipe.destinations],
             **{f"PIPE.{end}": {f"{name}.{end}"} & set(topics) for end in ("out", "dead", "retry", "parked")},

@@ -61,7 +61,8 @@ class LaneConfig:
     key wait for earlier ones. schedule: seconds before each round of the retry topic; empty: no rounds. serial: one request at
     a time, including its retries. timeout: seconds of one request; 0 for a stream. version: of the pipe's definition. siblings:
     the pipe's destinations, including this one; the lane counts events of other destinations in its retry and parked topics.
-    None: another lane counts them. outputs: None where the pipe has one output only.
+    None: another lane counts them. outputs: None where the pipe has one output only. others: the sources that are topics of
+    others.
     """
 
     pipe: str
@@ -80,6 +81,7 @@ class LaneConfig:
     version: str = ""
     siblings: frozenset[str] | None = None
     outputs: OutputFilter | None = None
+    others: frozenset[str] = frozenset()
 
     @property
     def reach(self) -> int:
@@ -217,8 +219,10 @@ class Dispatcher:
         await self._takeover.prepare(polled, assigned)
 
     def accept(self, batch: Batch) -> None:
+        self.ledger.record_read(batch)
         # Before the search for retries of the previous owner, whose records have no header of outputs.
-        mine = self._settle_other_outputs(batch)
+        kept = self._settle_tombstones(batch)
+        mine = None if kept is None else self._settle_other_outputs(kept)
         taken_over = {} if mine is None else self._takeover.find(mine)
         rest = self._settle_taken_over(mine, taken_over) if mine is not None and taken_over else mine
         if rest is None:
@@ -243,6 +247,18 @@ class Dispatcher:
             self.ledger.add("filtered", others.records)
             self.tracker.settle(batch.source, others.offsets)
         return mine
+
+    def _settle_tombstones(self, batch: Batch) -> Batch | None:
+        """Settle the tombstones of a topic of others. Returns the other records."""
+        if batch.topic not in self._config.others or batch.damage is not None:
+            return batch
+        skipped = {offset for offset, record in zip(batch.offsets, batch.records, strict=True) if record.value is None}
+        if not skipped:
+            return batch
+        self._metrics.count(metrics.EXPEL_TOMBSTONES, len(skipped))
+        self.ledger.add("filtered", [record for record in batch.records if record.value is None])
+        self.tracker.settle(batch.source, sorted(skipped))
+        return batch.without(skipped)
 
     def _settle_taken_over(self, batch: Batch, taken_over: Mapping[int, Span]) -> Batch | None:
         """Settle events that the previous owner wrote to the retry topic (by offset: when they are due). Returns the others."""

@@ -10,12 +10,13 @@ from prometheus_client import Counter
 from services.core import metrics
 from services.core.broker.contract import Broker, Lag, PartitionRange, Reader
 from services.core.broker.producer import Producer
-from services.core.broker.record import Record, TopicPartition
+from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.group_lag import GroupLag, follow_group
 from services.core.http_failure import Failure
 from services.core.lag import LagHistogram
 from services.core.ledger.age import Age, Place
 from services.core.ledger.fields import FieldSample
+from services.core.ledger.first_reader import FirstReader
 from services.core.ledger.report import Backlog, Breaker, Node, Span
 from services.core.ledger.report import Outcome as ReportedOutcome
 from services.core.ledger.reporter import Reporter, close_reporters
@@ -168,8 +169,10 @@ class LaneLedger:
         reader: Reader | None = None,
         group: GroupLag | None = None,
         backlogs: "Mapping[Backlog, _Backlog | _TimedBacklog] | None" = None,
+        first_reader: FirstReader | None = None,
     ) -> None:
         self._reporter, self._lag_in, self._reader, self._group = reporter, lag_in, reader, group
+        self._first_reader = first_reader
         self._backlogs = backlogs or {}
         self._measured_at = 0
         self._sample = FieldSample()
@@ -189,12 +192,13 @@ class LaneLedger:
         kept: Sequence[str] = (),
         *,
         timed: bool = False,
+        others: Collection[str] = (),
     ) -> "LaneLedger":
         """One with a reporter.
 
         sources: the topics from which events come first. Events from the retry topic (`returned`) or from the topics in `kept`
         were reported as retrying, parked or dead: they are outstanding, and no minute waits for them. timed: the broker's lag
-        says when the oldest record was stored.
+        says when the oldest record was stored. others: the sources that are topics of others.
         """
         lag_in = LagHistogram()
         lags = {
@@ -215,7 +219,12 @@ class LaneLedger:
         group = follow_group(
             broker.admin, delivery_group(pipe, destination), set().union(*topics_by_name.values()), reads=timed
         )
-        return cls(reporter, lag_in, broker.reader, group, backlogs)
+        return cls(reporter, lag_in, broker.reader, group, backlogs, FirstReader(producer, others) if others else None)
+
+    def record_read(self, batch: Batch) -> None:
+        """A batch was polled: its events are accepted where no ingest has accepted them."""
+        if self._first_reader is not None:
+            self._first_reader.add(batch)
 
     def add(self, outcome: ReportedOutcome, records: Sequence[Record], due: Span | None = None) -> None:
         """The destination received these, or they are durable in a side topic. due: as in `OriginSet`."""
@@ -262,11 +271,14 @@ class LaneLedger:
         """Returns when everything that was added is reported durably. Raises Unavailable."""
         if self._reporter is not None:
             await self._reporter.report()
+        if self._first_reader is not None:  # afterwards: an event that is accepted and not settled yet would be missing
+            await self._first_reader.report()
 
     async def close(self) -> None:
         """Send the last report."""
         if self._reporter is not None:
-            await close_reporters([self._reporter])
+            first = [] if self._first_reader is None else [self._first_reader]
+            await close_reporters([self._reporter, *first])
 
 
 class _Backlog:

@@ -12,10 +12,12 @@ from services.core import metrics
 from services.core.authorization import Authorization, Credential, NoAuthorization, SecretHeader
 from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
+from services.core.broker.existing import NO_EXISTING, ExistingTopics
 from services.core.broker.producer import Producer
 from services.core.broker.rights import Right
 from services.core.credentials import Credentials, Held, find_secret, read_credentials, read_value, watch_credentials
 from services.core.destination_check import check_destinations
+from services.core.existing_topics import existing_topics
 from services.core.expected import show_expected
 from services.core.expiry import show_secret
 from services.core.file_watch import FileWatch
@@ -52,7 +54,7 @@ from services.expel.pause import PauseState
 from services.expel.retry_policy import RetryLimits
 from services.expel.send_queue import RequestLimits
 from services.expel.settings import ExpelSettings
-from services.expel.stream_sender import MAX_BYTES, MAX_EVENTS, StreamSender
+from services.expel.stream_sender import MAX_BYTES, MAX_EVENTS, StreamSender, TopicSender
 from services.expel.throttle import SendThrottle
 from services.expel.webhook.body import make_format
 from services.expel.webhook.sender import WebhookSender
@@ -67,7 +69,7 @@ class LanePlan:
     """One destination of one pipe, with its signing keys and credentials.
 
     removed: names of destinations that the pipe no longer has. former: the lanes whose events and positions it gets, by
-    `renamed_from` and `removed`.
+    `renamed_from` and `removed`. others: the streams that it reads whose topics are others'.
     """
 
     pipe_name: str
@@ -77,18 +79,21 @@ class LanePlan:
     credentials: Credentials
     removed: frozenset[str] = frozenset()
     former: tuple[str, ...] = ()
+    others: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class ExpelPlan:
     """lanes: of this instance. removed: the lanes of removed destinations; removed_pipes: the pipes whose lanes were all removed.
-    Every instance shares these two. renames: the lane of each former name. rights: that this instance needs on the broker."""
+    Every instance shares these two. renames: the lane of each former name. rights: that this instance needs on the broker.
+    existing: the topics of others."""
 
     lanes: list[LanePlan]
     removed: Mapping[str, Removed]
     removed_pipes: Mapping[str, Removed]
     renames: Mapping[str, str]
     rights: Sequence[Right] = ()
+    existing: ExistingTopics = NO_EXISTING
 
 
 def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
@@ -100,8 +105,9 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
         for name in settings.serve
         if name not in pipes.pipes
     ]
+    existing = existing_topics(pipes)
     try:
-        open_broker(settings.broker)
+        open_broker(settings.broker, existing)
     except BadBrokerUrl as error:
         problems.append(Problem("--broker", "", str(error)))
     if problems:
@@ -117,6 +123,7 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
             _read_credentials(destination.webhook, folder, environ),
             frozenset(lane.partition("/")[2] for lane in removed if lane.startswith(f"{name}/")),
             tuple(old for old, choice in removed.items() if choice.deliver_to == lane_name(name, destination.name)),
+            frozenset(delivery_topics(name, pipe)) & existing.names.keys(),
         )
         for name, pipe in pipes.pipes.items()
         if not settings.serve or name in settings.serve
@@ -124,7 +131,7 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
     ]
     served = {plan.pipe_name: plan.pipe for plan in lanes}
     rights = rights_of("expel", pipes.model_copy(update={"pipes": served}))
-    return ExpelPlan(lanes, removed, removed_pipes(pipes), renames_of(pipes), rights)
+    return ExpelPlan(lanes, removed, removed_pipes(pipes), renames_of(pipes), rights, existing)
 
 
 def _read_keys(webhook: Webhook | None, folder: Path, environ: Mapping[str, str]) -> SigningKeys:
@@ -203,6 +210,8 @@ class LaneBuilder:
             pause = PauseState(
                 self._pauses, self._broker, self._producer, plan.pipe_name, destination.name, keyed=config.keyed
             )
+        elif destination.topic is not None:
+            sender = TopicSender(self._producer, destination.topic, plan.pipe_name)
         else:
             assert destination.stream is not None
             sender = StreamSender(self._producer, self.marker, destination.stream)
@@ -295,6 +304,7 @@ class LaneBuilder:
             destination.name,
             siblings=_find_siblings(plan),
             outputs=OutputFilter.of(plan.pipe, destination),
+            others=plan.others,
             version=pipe_version(plan.pipe),
         )
         if webhook is None:
@@ -337,6 +347,7 @@ class LaneBuilder:
             returned,
             kept,
             timed=not self._broker.features.contiguous_offsets,
+            others=plan.others,
         )
 
 

@@ -1,13 +1,21 @@
-"""Sends events to another stream: records are appended by key, with their headers, unchanged."""
+"""Sends events to another stream, or to a topic of others: records are appended by key.
+
+To a stream they go unchanged, with their headers. A topic of others gets either the Kafka binding of CloudEvents (binary mode:
+the payload, and the attributes as headers) or only the key and the payload.
+"""
 
 from collections.abc import Sequence
 
+from services.core import event
 from services.core.broker.errors import BrokerError, RecordTooLarge
+from services.core.broker.existing import target_name
 from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Batch, Record
 from services.core.http_failure import Failure
 from services.core.key_marks import KeyMarker
+from services.core.pipe_topic import TopicTarget
 from services.core.retry_state import PREFIX, own_headers
+from services.core.times import format_time
 from services.expel.delivery import Delivery, Rendered
 from services.expel.retry_policy import Outcome
 from services.expel.webhook.body import BadRecord, render
@@ -20,14 +28,18 @@ _NO_LIMIT = 1 << 62
 
 class StreamSender:
     """Every failure of the broker is recoverable, except for a record that is too large. marker: marks the stream as keyed
-    before it gets its first event with a key."""
+    before it gets its first event with a key; None for a topic of others."""
 
-    def __init__(self, producer: Producer, marker: KeyMarker, topic: str) -> None:
+    def __init__(self, producer: Producer, marker: KeyMarker | None, topic: str) -> None:
         self._producer, self._marker, self._topic = producer, marker, topic
 
     def render(self, batch: Batch) -> Rendered:
         """The parts are the values."""
         return render(batch, _ValueRenderer(), max_part=_NO_LIMIT)
+
+    def prepare(self, delivery: Delivery) -> list[Record]:
+        """The records to append."""
+        return [_unwrap(record) for record in delivery.records]
 
     async def send(self, delivery: Delivery) -> Outcome:
         """Append within the producer's deadline. Keys stay in order when only one delivery is sent at a time.
@@ -35,13 +47,48 @@ class StreamSender:
         An event from a time when the destination was a webhook is appended without its retry state.
         """
         records = delivery.records
-        if not self._marker.is_marked(self._topic) and any(record.key is not None for record in records):
+        marker = self._marker
+        if (
+            marker is not None
+            and not marker.is_marked(self._topic)
+            and any(record.key is not None for record in records)
+        ):
             try:
-                await self._marker.mark(self._topic)
+                await marker.mark(self._topic)
             except BrokerError as error:
                 return dict.fromkeys(range(len(records)), _explain(error))
-        failed = await send_by_key(self._producer, self._topic, [_unwrap(record) for record in records])
+        failed = await send_by_key(self._producer, self._topic, self.prepare(delivery))
         return {index: _explain(error) for index, error in failed.items()} or None
+
+
+class TopicSender(StreamSender):
+    """To a topic of others. pipe: names the source of events that name none."""
+
+    def __init__(self, producer: Producer, target: TopicTarget, pipe: str) -> None:
+        super().__init__(producer, None, target_name(target.name))
+        self._format, self._source = target.format, f"penstock/{pipe}".encode()
+
+    def prepare(self, delivery: Delivery) -> list[Record]:
+        """The records to append, without our headers."""
+        records = super().prepare(delivery)
+        if self._format == "plain":
+            return [Record(record.key, record.value, record.timestamp) for record in records]
+        topics = [run.source.topic for run in delivery.runs for _ in run.offsets]
+        return [self._as_cloud_event(record, topic) for record, topic in zip(records, topics, strict=True)]
+
+    def _as_cloud_event(self, record: Record, topic: str) -> Record:
+        """The required attributes first, then the event's others."""
+        given = dict(reversed(record.headers))  # the first of a name counts
+        own = {
+            "ce_specversion": b"1.0",
+            event.ID: given.get(event.ID, b""),
+            "ce_source": self._source,
+            "ce_type": f"penstock.{topic}".encode(),
+            "ce_time": format_time(record.timestamp).encode(),
+            event.CONTENT_TYPE: b"application/json",
+        }
+        kept = {name: given[name] for name in reversed(given) if not name.startswith("penstock_")}
+        return Record(record.key, record.value, record.timestamp, tuple((own | kept).items()))
 
 
 def _unwrap(record: Record) -> Record:

@@ -12,9 +12,10 @@ import psutil
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
+from services.core.existing_topics import existing_topics
 from services.core.lag import LagHistogram
 from services.core.pauses import Pause, list_paused
-from services.core.pipes import PipeFile, needs_retrier
+from services.core.pipes import PipeFile, needs_retrier, own_streams
 from services.core.scrape import Sample, scrape
 from services.core.times import format_time
 from services.core.topic_names import (
@@ -63,7 +64,7 @@ async def summarise(reading: StatusReading, pipes: PipeFile) -> dict[str, Any]:
     Lags in ms; rates in events per second. `lag_out_ms` and `event_lag_ms` count from the event's own time, `e2e_lag_ms` from
     its arrival at ingest. Old events that are sent now have a large age and a small E2E lag.
     """
-    async with _opened(reading.state.broker) as broker:
+    async with _opened(reading.state.broker, pipes) as broker:
         pauses = await _read_pauses(broker, pipes)
         destinations = [
             await _destination(reading, broker, name, destination.name, delivery_topics(name, pipe), pauses)
@@ -78,7 +79,7 @@ async def summarise(reading: StatusReading, pipes: PipeFile) -> dict[str, Any]:
         "listen": reading.state.listen,
         "observer": reading.state.observer,
         "since": await asyncio.to_thread(_started, reading.state.pid),
-        "streams": [_stream(reading, name) for name in pipes.streams],
+        "streams": [_stream(reading, name) for name in own_streams(pipes)],
         "transforms": [
             _transform(reading, name, pauses) for name, pipe in pipes.pipes.items() if pipe.transform is not None
         ],
@@ -89,13 +90,13 @@ async def summarise(reading: StatusReading, pipes: PipeFile) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def _opened(url: str) -> AsyncIterator[Broker | None]:
+async def _opened(url: str, pipes: PipeFile) -> AsyncIterator[Broker | None]:
     """The broker, or None while it is unreachable: the rest of the status is still shown."""
     async with contextlib.AsyncExitStack() as stack:
         broker = None
         with contextlib.suppress(BrokerError, TimeoutError):
             async with asyncio.timeout(BROKER_TIMEOUT_S):
-                broker = await stack.enter_async_context(open_broker(url))
+                broker = await stack.enter_async_context(open_broker(url, existing_topics(pipes)))
         yield broker
 
 

@@ -17,14 +17,17 @@ from services.core.broker.connect import BadBrokerUrl, open_broker, prefix_of
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, GroupHasMembers, UnsafeTopic
 from services.core.broker.producer import Producer
+from services.core.existing_topics import existing_topics
 from services.core.pauses import carry_pauses
 from services.core.pipes import PipeFile, Removed
 from services.core.provision import (
     LargerTopic,
+    NoSuchTopics,
     Provisioned,
     Recorder,
     TooFewPartitions,
     ensure_topics,
+    find_absent,
     find_larger,
 )
 from services.core.snapshot import read_broker
@@ -105,7 +108,7 @@ class PreparedTopics(NamedTuple):
 
 async def provision(broker: str, pipes: PipeFile) -> Provisioned:
     """Create the topics of the pipe file. Retries for up to 30 s while the broker is unreachable. Raises CommandFailed."""
-    return await _patiently(broker, lambda opened: _ensure(opened, pipes))
+    return await _patiently(broker, pipes, lambda opened: _ensure(opened, pipes))
 
 
 async def _ensure(broker: Broker, pipes: PipeFile, *, grow: bool = False) -> Provisioned:
@@ -140,7 +143,7 @@ async def prepare(broker: str, pipes: PipeFile, path: Path, *, grow: bool = Fals
                 await write_bookmark(producer, bookmark, time.time_ns() // 1_000_000)
         return PreparedTopics(topics, waiting, await _find_grown(opened, pipes))
 
-    return await _patiently(broker, work)
+    return await _patiently(broker, pipes, work)
 
 
 class Checked(NamedTuple):
@@ -153,9 +156,11 @@ class Checked(NamedTuple):
 
 async def check_broker(broker: str, pipes: PipeFile, path: Path, data: Path | None) -> Checked | str:
     """The waiting events, the changes and the grown topics, or the reason why they are not known. Changes nothing. Takes up to
-    CHECK_WITHIN_S."""
+    CHECK_WITHIN_S. Raises BadConfiguration when topics of others are not there."""
     try:
-        async with asyncio.timeout(CHECK_WITHIN_S), open_broker(broker) as opened:
+        async with asyncio.timeout(CHECK_WITHIN_S), open_broker(broker, existing_topics(pipes)) as opened:
+            if problems := await _find_absent(opened, pipes, path):
+                raise BadConfiguration(problems)
             waiting = await find_waiting(opened, lanes_of(pipes), await read_bookmark(opened.reader))
             changes = await find_changes(opened, pipes, path, data)
             lines = [*await asyncio.to_thread(compare_prefix, broker, data), *changes.lines]
@@ -166,13 +171,18 @@ async def check_broker(broker: str, pipes: PipeFile, path: Path, data: Path | No
         return f"{broker}: {error}"
 
 
+async def _find_absent(broker: Broker, pipes: PipeFile, path: Path) -> list[Problem]:
+    absent = find_absent(await broker.admin.topics(), pipes)
+    return [Problem(str(path), f"topic {topic}", str(NoSuchTopics([topic]))) for topic in absent.values()]
+
+
 async def check_changes(broker: str, pipes: PipeFile, path: Path, data: Path | None) -> Sequence[Change]:
     """The changes, before `prepare`. Retries as `provision` does. data: as in `find_changes`. path: of the pipe file.
 
     Raises BadConfiguration when a pipe is gone that the file says nothing about, or a transform cannot use the state that the
     former one left, and CommandFailed.
     """
-    changes = await _patiently(broker, lambda opened: find_changes(opened, pipes, path, data))
+    changes = await _patiently(broker, pipes, lambda opened: find_changes(opened, pipes, path, data))
     if problems := changes.problems(path):
         raise BadConfiguration(problems)
     lines = [*await asyncio.to_thread(compare_prefix, broker, data), *changes.lines]
@@ -286,15 +296,15 @@ def _count(places: Mapping[str, int]) -> str:
     return f"{total} {'event waits' if total == 1 else 'events wait'} ({where})"
 
 
-async def _patiently(broker: str, work: Callable[[Broker], Awaitable[Result]]) -> Result:
+async def _patiently(broker: str, pipes: PipeFile, work: Callable[[Broker], Awaitable[Result]]) -> Result:
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            async with open_broker(broker) as opened:
+            async with open_broker(broker, existing_topics(pipes)) as opened:
                 return await work(opened)
         except BadBrokerUrl as error:
             raise CommandFailed(str(error), status=2) from error
-        except TooFewPartitions as error:
+        except (TooFewPartitions, NoSuchTopics) as error:
             raise CommandFailed(str(error)) from error
         except UnsafeTopic as error:
             raise CommandFailed(str(error), status=2) from error

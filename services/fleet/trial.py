@@ -19,7 +19,7 @@ from services.core.broker.reading import read_tail
 from services.core.broker.record import Record
 from services.core.dead_letter import DeadLetter, Position
 from services.core.event import OUTPUTS, read_arrival, read_id
-from services.core.pipes import Pipe
+from services.core.pipes import Pipe, PipeFile
 from services.core.sample import AbsentField, RefusedEvent, Sample, SampleEvent, SampleRecord, TrialResult
 from services.core.times import format_time
 from services.core.yaml_source import BadConfiguration
@@ -64,13 +64,13 @@ def read_files(files: Mapping[str, str]) -> FileSample:
     return found
 
 
-async def read_streams(url: str, streams: Sequence[str], most: int) -> list[SampleRecord]:
+async def read_streams(url: str, pipes: PipeFile, streams: Sequence[str], most: int) -> list[SampleRecord]:
     """About the newest `most` records of each stream by arrival; the oldest where offsets are not contiguous (Kinesis).
 
     Reads without a group and commits nothing. Damaged records are left out. Raises CommandFailed.
     """
     found: list[SampleRecord] = []
-    async with opened(url) as broker:
+    async with opened(url, pipes) as broker:
         newest = broker.features.contiguous_offsets
         for stream in streams:
             records: list[SampleRecord] = []

@@ -17,7 +17,7 @@ from services.core.key_marks import KeyMarker
 from services.core.ledger.reporter import Reporter, close_reporters, keep_reporting, new_instance
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
-from services.core.pipes import load_pipes
+from services.core.pipes import load_pipes, own_streams
 from services.core.rights import rights_of
 from services.core.startup import Readiness, open_when_reachable, raise_file_limit
 from services.ingest.access import Access
@@ -63,7 +63,7 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
             name: Intake(
                 name, stream, producer.rotate_keyless, max_age_ms=max_age_ms(stream) if by_event_time else None
             )
-            for name, stream in pipes.streams.items()
+            for name, stream in own_streams(pipes).items()
         }
         ledgers = []
         if settings.ledger:
@@ -73,7 +73,8 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
         await marker.load()
         probe = Probe(broker, producer, intakes.values())
         unpackers = stack.enter_context(ThreadPoolExecutor(_UNPACK_THREADS, thread_name_prefix="unpack"))
-        endpoint = Endpoint(intakes, producer, marker, access, settings.limits, openapi, unpackers)
+        others = pipes.streams.keys() - intakes.keys()
+        endpoint = Endpoint(intakes, producer, marker, access, settings.limits, openapi, unpackers, others)
         server = HttpServer(
             endpoint.handle,
             timeouts=Timeouts(settings.head_timeout, settings.body_timeout, settings.idle_timeout),

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from urllib.parse import unquote
 
@@ -39,7 +39,7 @@ def events_path(stream: str) -> str:
 
 class Endpoint:
     """Answers every request of this process. `intakes` by stream name; `openapi` is the document, as JSON. marker: marks streams
-    as keyed before they get their first event with a key."""
+    as keyed before they get their first event with a key. others: the streams whose topics are others'."""
 
     def __init__(
         self,
@@ -50,8 +50,10 @@ class Endpoint:
         limits: Limits,
         openapi: bytes,
         executor: Executor,
+        others: Collection[str] = (),
     ) -> None:
         self._routes = {events_path(name): intake for name, intake in intakes.items()}
+        self._others = {events_path(name): name for name in others}
         self._documents = {"/": _ROOT, "/openapi.json": openapi}
         self._producer, self._marker, self._access = producer, marker, access
         self._limits, self._executor = limits, executor
@@ -179,6 +181,9 @@ class Endpoint:
         if intake is None:
             if not _STREAM_PATH.fullmatch(path):
                 raise Refused(problems.NOT_FOUND, _NO_PATH)
+            if (name := self._others.get(path)) is not None and (key is None or key.covers(name)):
+                detail = f"The events of stream {name} come from a topic that others write. Send them there."
+                raise Refused(problems.STREAM_READ_ONLY, detail)
             raise unknown_stream([one.name for one in self._routes.values()] if key is None else [])
         self._access.authorise(key, intake.name)
         _check_method(message, "POST")

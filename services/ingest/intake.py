@@ -13,6 +13,7 @@ import msgspec
 from services.core import event
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.record import Headers, Record
+from services.core.pipe_topic import Place
 from services.core.pipes import Stream
 from services.core.problem_type import ProblemType
 from services.ingest import problems
@@ -109,9 +110,7 @@ class Intake:
         self._ids = IdMaker()
         self._rotate = rotate
         self._max_age_ms = max_age_ms
-        self._id_field = field_reader(stream.id) if stream.id else None
-        self._key_field = field_reader(stream.key) if stream.key else None
-        self._time_field = field_reader(stream.time) if stream.time else None
+        self._id_field, self._key_field, self._time_field = map(_reader, (stream.id, stream.key, stream.time))
         self._names = {with_attributes: _name_values(stream, with_attributes) for with_attributes in (False, True)}
         self._keyless, self._keyless_since = 0, -KEYLESS_MS
 
@@ -208,6 +207,10 @@ class Intake:
         if not 0 <= arrival - self._keyless_since < KEYLESS_MS:
             self._keyless, self._keyless_since = self._rotate(self.name, self.partitions), arrival
         return self._keyless
+
+
+def _reader(place: Place | None) -> Reader | None:
+    return field_reader(place) if isinstance(place, str) else None
 
 
 def _name_values(stream: Stream, with_attributes: bool) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from services.core.broker.contract import Broker
+from services.core.broker.existing import NO_EXISTING, ExistingTopics
 from services.core.broker.prefix import OPTION, check_prefix
 from services.core.kafka_security import OPTION as SECURITY
 from services.core.kafka_security import parse_security_path
@@ -30,14 +31,15 @@ class BadBrokerUrl(ValueError):
     """The broker URL cannot be understood. Try: log:///var/lib/penstock, kafka://host:9092 or kinesis://eu-west-1."""
 
 
-def open_broker(url: str) -> AbstractAsyncContextManager[Broker]:
+def open_broker(url: str, existing: ExistingTopics = NO_EXISTING) -> AbstractAsyncContextManager[Broker]:
     """`log:///path`, `kafka://host:port[,host:port…][?prefix=NAME.&security=FILE]` or
     `kinesis://region[?prefix=NAME.&endpoint=URL&dynamodb=URL&fan_out=1]`. The prefix: `prefix`.
 
-    Raises BadBrokerUrl at once; entering raises BrokerError kinds. Entering imports the backend in a thread: a process loads
-    only the client library that it uses, and does not block the loop.
+    existing: topics of others, which only Kafka has. Raises BadBrokerUrl at once; entering raises BrokerError kinds. Entering
+    imports the backend in a thread: a process loads only the client library that it uses, and does not block the loop.
     """
     parts = urlsplit(url)
+    _require_kafka(existing, parts.scheme)
     if parts.username or parts.password:
         raise BadBrokerUrl(
             "a broker URL has no user or password. Try, for Kafka: ?security=/etc/penstock/kafka.yaml, as in docs/kafka.md"
@@ -53,7 +55,7 @@ def open_broker(url: str) -> AbstractAsyncContextManager[Broker]:
             address = parse_kafka_url(url)
         except ValueError as error:
             raise BadBrokerUrl(str(error)) from None
-        return _open(partial(_load_kafka, address), address.bootstrap)
+        return _open(partial(_load_kafka, address, existing), address.bootstrap)
     if parts.scheme == "log":
         if OPTION in dict(parse_qsl(parts.query, keep_blank_values=True)):
             raise BadBrokerUrl(
@@ -66,6 +68,16 @@ def open_broker(url: str) -> AbstractAsyncContextManager[Broker]:
             raise BadBrokerUrl(f"{url!r}: the log's path must be absolute. Try: log:///var/lib/penstock")
         return _open(_load_log, parts.path)
     raise BadBrokerUrl(f"unknown kind of broker {parts.scheme!r}. Try one of: {', '.join(SCHEMES)}")
+
+
+def _require_kafka(existing: ExistingTopics, scheme: str) -> None:
+    if not existing or scheme not in ("log", "kinesis"):
+        return
+    kind, names = "the embedded log" if scheme == "log" else "Kinesis", ", ".join(sorted(existing.names.values()))
+    raise BadBrokerUrl(
+        f"the pipe file names topics of others ({names}), and {kind} has none: they are on Kafka only. "
+        "Try: --broker kafka://host:9092, or a pipe file without `topic:`"
+    )
 
 
 @asynccontextmanager
@@ -81,10 +93,10 @@ def _load_log() -> _Open:
     return LogBroker.open
 
 
-def _load_kafka(address: "KafkaAddress") -> _Open:
+def _load_kafka(address: "KafkaAddress", existing: ExistingTopics) -> _Open:
     from services.core.broker.kafka import open_kafka
 
-    return partial(open_kafka, prefix=address.prefix, security=address.security)
+    return partial(open_kafka, prefix=address.prefix, security=address.security, existing=existing)
 
 
 def _load_kinesis() -> _Open:

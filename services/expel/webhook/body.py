@@ -15,7 +15,7 @@ import orjson
 
 from services.core import event
 from services.core.broker.record import Batch, Damage, Record
-from services.core.event import ARRIVAL, CONTENT_TYPE, ID, MAX_MILLIS_DIGITS, ORIGIN, read_arrival
+from services.core.event import ARRIVAL, CONTENT_TYPE, FAULT, ID, MAX_MILLIS_DIGITS, ORIGIN, read_arrival
 from services.expel.delivery import Delivery, OffsetRun, Rendered, Unreadable
 
 BAD_RECORD = "bad_record"
@@ -118,6 +118,8 @@ def _render_each(batch: Batch, renderer: Renderer, max_part: int) -> Rendered:
         try:
             if not event_id:
                 raise BadRecord(f"the header {ID} is missing")
+            if (fault := headers.get(FAULT)) is not None:
+                raise BadRecord(fault.decode(errors="replace"))
             part = renderer.part(record, headers, event_id)
         except BadRecord as error:
             unreadable.append(Unreadable(batch.offsets[index], record, BAD_RECORD, str(error)))

@@ -37,6 +37,8 @@ REMEDIES = {
     "it has another name now; or penstock dead discard",
     "no_retries": "the destination is a stream, which reads no retries. Try: --to PIPE/DESTINATION with a webhook",
     "unknown_stream": "no pipe of the pipe file reads its stream. Try: put the pipe back into the file, or penstock dead discard",
+    "read_only": "its stream is a topic of others, to which Penstock writes nothing. Try: penstock group reset PIPE "
+    "--to-earliest, which transforms all events again; or a corrected event from the topic's owner, and penstock dead discard",
     "too_old": "Kafka would delete it at once: its event time is older than the stream's retention",
     "bad_source": "its header names no source; it is no dead letter of Penstock",
     "too_large": "the broker accepts no record of this size",
@@ -121,6 +123,8 @@ class RedriveTargets:
         readers = self._pipes.pipes.values() if pipe is None else [pipe]  # of a pipe that is gone, any other will do
         if not any(topic in reader.sources for reader in readers):
             return "unknown_stream"
+        if self._pipes.streams[topic].topic is not None:
+            return "read_only"
         if self._by_event_time and event_time(letter.record) < now_ms - self._pipes.streams[topic].retention * 1000:
             return "too_old"
         original = strip(letter.record)

@@ -67,5 +67,5 @@ def cost(
 
 
 async def _read(url: str, file: PipeFile, minutes: float) -> FleetSample:
-    async with opened(url) as broker:
+    async with opened(url, file) as broker:
         return await read_fleet(broker, file, minutes)

@@ -75,7 +75,7 @@ def event(
 
 
 async def _find(url: str, file: PipeFile, event_id: str, scope: Scope) -> Story:
-    async with opened(url) as broker:
+    async with opened(url, file) as broker:
         with _progress() as show:
             return await find_story(broker, file, event_id, scope, LIMITS, show)
 

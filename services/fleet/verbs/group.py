@@ -101,7 +101,7 @@ def show(
 
 
 async def _read(url: str, lanes: Sequence[Lane], file: PipeFile) -> tuple[list[LaneOffsets], Mapping[str, Pause]]:
-    async with opened(url) as broker:
+    async with opened(url, file) as broker:
         paused = await list_paused(broker.reader, renames_of(file))
         return await read_lanes(broker, lanes, paused), paused
 
@@ -192,13 +192,13 @@ def reset(
     """
     file, url = load_pipes(find_pipes(pipes, data)), find_broker(broker, data)
     if to_earliest and not to and not to_offset and (pipe := file.pipes.get(name)) and pipe.transform is not None:
-        _restart_transform(url, name, pipe.sources, data / "checkpoints" / name, yes=yes, as_json=as_json)
+        _restart_transform(url, file, name, pipe.sources, data / "checkpoints" / name, yes=yes, as_json=as_json)
         return
     lane = _one_lane(file, name)
     target = _target(lane, to, to_offset, "earliest" if to_earliest else None, "--to-earliest")
     moves = uvloop.run(_plan(url, file, lane, target, RESET))
     if _confirm(lane, moves, "will be delivered again to", yes=yes):
-        uvloop.run(_reset(url, lane, moves))
+        uvloop.run(_reset(url, file, lane, moves))
     _print(lane, moves, "reset", "will be delivered again", as_json=as_json)
 
 
@@ -235,7 +235,7 @@ def skip(
     moves = uvloop.run(_plan(url, file, lane, target, SKIP))
     done = moves
     if _confirm(lane, moves, "will not be delivered to", yes=yes):
-        done = uvloop.run(_skip(url, lane, moves, reason.strip()[:MAX_REASON]))
+        done = uvloop.run(_skip(url, file, lane, moves, reason.strip()[:MAX_REASON]))
     _print(lane, done, "skip", "are skipped", as_json=as_json)
     if not as_json and any(move.count and move.now.source.topic in lane.waiting for move in done):
         print_note("Waiting events that were skipped are dead letters now. Try: penstock dead list --reason skipped")
@@ -277,7 +277,7 @@ def _target(lane: Lane, to: str | None, to_offset: list[str] | None, last: Any, 
 
 
 async def _plan(url: str, file: PipeFile, lane: Lane, target: Target, action: str) -> list[Move]:
-    async with opened(url) as broker:
+    async with opened(url, file) as broker:
         await require_no_members(broker, lane)
         await require_own_position(broker, file, lane)
         return await plan_moves(broker, lane, target, action)
@@ -298,10 +298,10 @@ def _confirm(lane: Lane, moves: Sequence[Move], what: str, *, yes: bool) -> bool
 
 
 def _restart_transform(
-    url: str, pipe: str, sources: Sequence[str], checkpoint: Path, *, yes: bool, as_json: bool
+    url: str, file: PipeFile, pipe: str, sources: Sequence[str], checkpoint: Path, *, yes: bool, as_json: bool
 ) -> None:
     with hold_checkpoint(checkpoint) as is_here:
-        moves, mark = uvloop.run(_plan_restart(url, pipe, sources))
+        moves, mark = uvloop.run(_plan_restart(url, file, pipe, sources))
         if not is_here:
             if mark is None or not mark.has_begun:
                 raise no_checkpoint(checkpoint)
@@ -335,8 +335,10 @@ def _restart_transform(
         print_note(f"{pipe}: {_events(count)} will be transformed again. {then}", "green")
 
 
-async def _plan_restart(url: str, pipe: str, sources: Sequence[str]) -> tuple[list[Move], TransformMark | None]:
-    async with opened(url) as broker:
+async def _plan_restart(
+    url: str, file: PipeFile, pipe: str, sources: Sequence[str]
+) -> tuple[list[Move], TransformMark | None]:
+    async with opened(url, file) as broker:
         return await plan_restart(broker, sources), await read_transform_mark(broker.reader, pipe)
 
 
@@ -347,8 +349,8 @@ async def _record_restart(url: str, pipe: str, moves: Sequence[Move], mark: Tran
         await record_restart(producer, pipe, moves, mark, who)
 
 
-async def _reset(url: str, lane: Lane, moves: Sequence[Move]) -> None:
-    async with opened(url) as broker, Producer(broker.appender) as producer:
+async def _reset(url: str, file: PipeFile, lane: Lane, moves: Sequence[Move]) -> None:
+    async with opened(url, file) as broker, Producer(broker.appender) as producer:
         who = whoami()
         await Auditor(producer, who, {}).require_topic()
         await _wait_for_retries(broker, lane, moves)
@@ -364,9 +366,9 @@ async def _wait_for_retries(broker: Broker, lane: Lane, moves: Sequence[Move]) -
         await asyncio.sleep(seconds)
 
 
-async def _skip(url: str, lane: Lane, moves: Sequence[Move], because: str) -> list[Move]:
+async def _skip(url: str, file: PipeFile, lane: Lane, moves: Sequence[Move], because: str) -> list[Move]:
     """Returns the moves with the events that were reported."""
-    async with opened(url) as broker, Producer(broker.appender) as producer:
+    async with opened(url, file) as broker, Producer(broker.appender) as producer:
         who = whoami()
         await Auditor(producer, who, {}).require_topic()
         await require_ledger(producer)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from services.core.broker.producer import Producer
 from services.core.pauses import OPERATOR, Pause, Pauses, write_pause
-from services.core.pipes import load_pipes
+from services.core.pipes import load_pipes, own_streams
 from services.core.snapshot import original_of
 from services.core.units import format_duration
 from services.fleet.access import find_broker, find_pipes, opened
@@ -66,12 +66,16 @@ def _change_pipe(pipe: str, new: Pause, pipes: Path | None, broker: str | None, 
     )
     if found is not None:
         words.append(plain(" since {since} by {by} because: {because}".format_map(pause_json(found)), 400))
-        words.append(f". Its events wait in its streams for at most {format_duration(kept)}")
+        limit = "until their owner removes them" if kept is None else f"for at most {format_duration(kept)}"
+        words.append(f". Its events wait in its streams {limit}")
     ERR.print(words)
 
 
-def _find_retention(pipe: str, path: Path) -> float:
-    """The shortest retention of the pipe's streams, s. Raises CommandFailed unless the file has this pipe, with a transform."""
+def _find_retention(pipe: str, path: Path) -> float | None:
+    """The shortest retention of the pipe's own streams, s; None when all are topics of others.
+
+    Raises CommandFailed unless the file has this pipe, with a transform.
+    """
     file = load_pipes(path)
     if pipe not in file.pipes:
         transformed = [name for name, one in file.pipes.items() if one.transform is not None]
@@ -85,7 +89,8 @@ def _find_retention(pipe: str, path: Path) -> float:
             f"penstock destination pause {name} --pipe {pipe}, which stops its deliveries",
             status=2,
         )
-    return min(file.streams[stream].retention for stream in file.pipes[pipe].sources)
+    own = own_streams(file)
+    return min((own[stream].retention for stream in file.pipes[pipe].sources if stream in own), default=None)
 
 
 async def _write(url: str, pipe: str, new: Pause) -> tuple[Pause | None, bool]:

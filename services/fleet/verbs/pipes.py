@@ -9,11 +9,13 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
+from services.core.broker.connect import BadBrokerUrl, open_broker
+from services.core.existing_topics import existing_topics
 from services.core.pipes import PipeFile
 from services.core.topic_names import removed_lanes, removed_pipes
 from services.core.units import DURATION_PATTERN, SIZE_PATTERN, format_count, format_duration, format_size
 from services.core.waiting import WaitingEvents
-from services.core.yaml_source import BadConfiguration
+from services.core.yaml_source import BadConfiguration, Problem
 from services.fleet.access import find_broker
 from services.fleet.console import OUT, print_note
 from services.fleet.pipe_check import check_pipe_file, find_warnings
@@ -224,11 +226,19 @@ def _print_warnings(path: Path) -> None:
 
 
 def _check_broker(broker: str | None, data: Path, pipes: PipeFile, path: Path) -> Checked | str:
-    """The waiting events and the changes, or the reason why they are not known."""
+    """The waiting events and the changes, or the reason why they are not known.
+
+    Raises BadConfiguration when the broker has no topics of others, or not those that the file names.
+    """
     try:
         url = find_broker(broker, data)
     except CommandFailed as error:
         return str(error)
+    if existing := existing_topics(pipes):
+        try:
+            open_broker(url, existing)
+        except BadBrokerUrl as error:
+            raise BadConfiguration([Problem(str(path), "streams", str(error))]) from error
     return uvloop.run(check_broker(url, pipes, path, data))
 
 

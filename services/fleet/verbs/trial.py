@@ -97,12 +97,13 @@ def _try(
     """Raises BadConfiguration and CommandFailed."""
     if bool(sample) == (from_stream is not None):
         raise CommandFailed("exactly one of --sample and --from-stream is needed", "--sample orders.json", status=2)
-    pipe = _find_pipe(load_pipes(pipes), name, pipes)
+    pipe_file = load_pipes(pipes)
+    pipe = _find_pipe(pipe_file, name, pipes)
     refused: Sequence[RefusedEvent] = []
     absent: Sequence[AbsentField] = []
     if from_stream is not None:
         url: str | None = find_broker(broker, data)
-        records: Sequence[SampleRecord] = uvloop.run(read_streams(url or "", pipe.sources, from_stream))
+        records: Sequence[SampleRecord] = uvloop.run(read_streams(url or "", pipe_file, pipe.sources, from_stream))
     else:
         url = broker
         read = read_files(_match(sample, pipe.sources))

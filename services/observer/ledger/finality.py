@@ -100,6 +100,8 @@ class Finality:
         return None
 
     def _why_source_open(self, source: str, minute: int, now: int) -> str | None:
+        if source in self._flow.others:
+            return None  # its events are accepted by the readers, whose steps are judged
         if self._liveness.fallen_silent(Step("ingest", source), now):
             return f"ingest of {source} fell silent; its unreported events are read from the stream"
         if not self._liveness.has_reported(Step("ingest", source), (minute + 1) * MINUTE_MS + BEHIND_MS):

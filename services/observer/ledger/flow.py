@@ -45,10 +45,14 @@ class PipeFlow(msgspec.Struct, frozen=True):
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """All pipes by name. Without loops, as a pipe file is. renames: of each former (pipe, destination) the present one."""
+    """All pipes by name. Without loops, as a pipe file is. renames: of each former (pipe, destination) the present one.
+
+    others: the streams whose topics are others'. Their events are accepted by their first readers.
+    """
 
     pipes: dict[str, PipeFlow]
     renames: dict[tuple[str, str | None], tuple[str, str]] = {}
+    others: frozenset[str] = frozenset()
 
     def current(self, node: Node, pipe: str, destination: str | None) -> Step:
         """The step under its present name: what was reported under a former name counts for it."""
@@ -63,10 +67,10 @@ class Flow(msgspec.Struct, frozen=True):
         return next((new for (old, _), (new, _) in self.renames.items() if old == pipe), pipe)
 
     def steps(self, pipe: str) -> list[Step]:
-        """In the order in which events pass them; without the retrier's."""
+        """In the order in which events pass them; without the retrier's, and without an ingest where there is none."""
         flow = self.pipes[pipe]
         return [
-            *(Step("ingest", source) for source in flow.sources),
+            *(Step("ingest", source) for source in flow.sources if source not in self.others),
             *([Step("transform", pipe)] if flow.transforms else []),
             *(Step("expel", pipe, destination) for destination in flow.destinations),
         ]
@@ -103,6 +107,7 @@ def read_flow(file: PipeFile) -> Flow:
             for name, pipe in file.pipes.items()
         },
         {_split(old): _split(new) for old, new in renames_of(file).items()},
+        frozenset(name for name, stream in file.streams.items() if stream.topic is not None),
     )
 
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 import structlog
 from pyroaring import BitMap
 
+from services.core.event import is_of_topic
 from services.core.ledger.report import BadReport, Node, OriginSet, Outcome, Report, unpack_numbers
 from services.observer.ledger.flow import Step
 from services.observer.ledger.origins import (
@@ -89,8 +90,19 @@ class OriginSets:
                 self._record_outcome(step, reported, run, numbers)
             elif reported.minute is not None and numbers:  # a repetition does not make a counted minute young
                 place = (step.node, step.pipe)
+                if is_of_topic(run.incarnation):
+                    numbers -= self._accepted_before(run, numbers)
                 self.held.setdefault(reported.minute, {}).setdefault(place, Origins()).add(run, numbers)
             self._touched.add(run, numbers)
+
+    def _accepted_before(self, run: SequenceKey, numbers: BitMap) -> BitMap:
+        """Those of `numbers` that are accepted already, in any minute. Each reader of a topic of others reports the minute in
+        which it has read an event; the first report counts."""
+        found = self.kept(run, numbers)
+        for places in self.held.values():
+            for origins in places.values():
+                found |= numbers & origins.numbers(run)
+        return found
 
     def _record_outcome(self, step: Step, reported: OriginSet, run: SequenceKey, numbers: BitMap) -> None:
         """Of parked and dead events only the newest report with a time counts; every other outcome stays true."""
@@ -193,7 +205,7 @@ class OriginSets:
         found: dict[str, set[Step]] = {}
         for (step, _), origins in self.reported_sets.items():
             for run, _ in origins.listed():  # the others have a floor
-                if run.incarnation not in known and step.node != "ingest":
+                if run.incarnation not in known and step.node != "ingest" and not is_of_topic(run.incarnation):
                     found.setdefault(run.incarnation, set()).add(step)
         return found
 

@@ -167,7 +167,9 @@ class Table:
     def silent_ingests(self, now: int) -> list[SilentIngest]:
         return [
             SilentIngest(stream, name, beat.at_ms, self.offsets.runs.get((stream, name), set()))
-            for stream in sorted({source for pipe in self.flow.pipes.values() for source in pipe.sources})
+            for stream in sorted(
+                {source for pipe in self.flow.pipes.values() for source in pipe.sources} - self.flow.others
+            )
             for name, beat in self.liveness.fallen_silent(Step("ingest", stream), now).items()
         ]
 

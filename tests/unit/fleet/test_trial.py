@@ -27,6 +27,7 @@ from tests.unit.fleet.test_cli import Shell, shell
 __all__ = ["shell"]
 
 NOW = 1_700_000_000_000
+NO_PIPES = PipeFile.model_validate({"streams": {"s": {}}})
 HOOK = "destinations: [{name: d, webhook: {url: 'https://example.org/'}}]"
 PIPES = f"""\
 streams: {{s: {{id: nr, key: who, time: at}}, u: {{}}}}
@@ -137,9 +138,9 @@ async def test_the_newest_events_of_a_stream(tmp_path: Path) -> None:
         await broker.admin.create_topic(TopicSpec("s", 2))
         for number in range(10):
             (await producer.send_to("s", {number % 2: [record(number, str(number)).record]})).raise_first()
-    found = await trial.read_streams(url, ["s"], 3)
+    found = await trial.read_streams(url, NO_PIPES, ["s"], 3)
     assert [one.place for one in found] == ["s:1:3", "s:0:4", "s:1:4"]
-    assert await trial.read_streams(url, ["unknown"], 3) == []
+    assert await trial.read_streams(url, NO_PIPES, ["unknown"], 3) == []
     async with open_broker(url) as broker:
         assert await broker.admin.topics() == {"s": 2}
 
@@ -154,7 +155,7 @@ async def test_damaged_records_of_a_stream_are_left_out(tmp_path: Path) -> None:
             (await producer.send_to("s", {0: [event]})).raise_first()
     (file,) = [one for one in (tmp_path / "log").rglob("*.db") if mark in one.read_bytes()]
     file.write_bytes(file.read_bytes().replace(mark, b'{"number": X}'))
-    assert [one.offset for one in await trial.read_streams(url, ["s"], 100)] == ["0", "1", "2", "4", "5"]
+    assert [one.offset for one in await trial.read_streams(url, NO_PIPES, ["s"], 100)] == ["0", "1", "2", "4", "5"]
 
 
 def test_a_long_file_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

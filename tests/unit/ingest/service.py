@@ -77,7 +77,7 @@ async def running(
                 appender.create(name)
                 intake.partitions = 4
             marker = KeyMarker(producer, cast("Reader", None), "ingest")
-            endpoint = Endpoint(intakes, producer, marker, access, limits, _OPENAPI, executor)
+            endpoint = Endpoint(intakes, producer, marker, access, limits, _OPENAPI, executor, ["invoices"])
             server = HttpServer(endpoint.handle, timeouts=Timeouts(30, 30, 30), max_connections=50, max_in_flight=10**7)
             async with server.listen("127.0.0.1", 0, reuse_port=False) as (_, port):
                 yield Service(port, appender, intakes, access)

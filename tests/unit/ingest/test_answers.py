@@ -54,6 +54,11 @@ REQUESTS: list[tuple[bytes, str, str]] = [
     (make_request("/", X="a" * 9000), "head-too-large", "Send fewer or shorter headers."),
     (make_request("/nothing"), "not-found", "GET /openapi.json lists the paths."),
     (make_request("/v1/streams/none/events", b"{}"), "stream-not-found", "There are: plain, orders."),
+    (
+        make_request("/v1/streams/invoices/events", b"{}"),
+        "stream-read-only",
+        "a topic that others write. Send them there.",
+    ),
     (make_request(EVENTS, method="PUT"), "method-not-allowed", "only POST."),
     (make_request("/v1/streams/plain/events?token=1", b"{}"), "key-in-url", "must be revoked"),
     (make_request(EVENTS, b"{}", Expect="200-ok")[:-2], "expectation-failed", "Leave it out"),

@@ -11,7 +11,8 @@ from aiokafka.protocol.admin import (
 )
 
 from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
-from services.core.broker.errors import NotAllowed
+from services.core.broker.errors import NotAllowed, UnknownTopic
+from services.core.broker.existing import NO_EXISTING, ExistingTopics
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.error_codes import NOT_ALLOWED, UNKNOWN_TOPIC, bounded, raise_for
 from services.core.broker.kafka.offsets import (
@@ -46,9 +47,11 @@ _PAUSE = 0.05
 class KafkaAdmin:
     """The contract's `Admin`. Topics get three replicas, or as many as there are brokers."""
 
-    def __init__(self, cluster: Cluster, append: Append, prefix: str = "") -> None:
+    def __init__(
+        self, cluster: Cluster, append: Append, prefix: str = "", existing: ExistingTopics = NO_EXISTING
+    ) -> None:
         """`append`: stores records in a topic, durably. `prefix`: of this fleet's names; all names here have it."""
-        self._cluster, self._prefix = cluster, prefix
+        self._cluster, self._prefix, self._translate = cluster, prefix, existing.translate
         self.begun = GroupStarts(cluster, self.create_topic, append, prefix)
         self._lag = LagMeter(cluster)
 
@@ -195,7 +198,14 @@ class KafkaAdmin:
 
     async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
         """As in the contract; see `read_at`."""
-        return await read_at(self._cluster, TopicPartition(topic, partition), offset, max_records)
+        batch = await read_at(self._cluster, TopicPartition(topic, partition), offset, max_records)
+        translate = self._translate.get(topic)
+        if batch is None or translate is None:
+            return batch
+        state = (await self._cluster.describe([topic])).get(topic)
+        if state is None:
+            raise UnknownTopic(f"Kafka has no topic {topic!r}")
+        return translate(batch, state.id)
 
     @property
     def _patience(self) -> int:

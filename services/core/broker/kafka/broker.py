@@ -7,6 +7,7 @@ from pathlib import Path
 
 from services.core.broker.contract import Broker, Consumer, Features, OnRevoke, Start
 from services.core.broker.errors import Unavailable, UnknownTopic
+from services.core.broker.existing import NO_EXISTING, ExistingTopics
 from services.core.broker.kafka.access import access_by
 from services.core.broker.kafka.admin import KafkaAdmin
 from services.core.broker.kafka.aiokafka_internals import FetchBudget
@@ -26,7 +27,14 @@ _PROBE_AGE = 300.0
 class KafkaBroker:
     """The contract's `Broker`. Appends have connections of their own: they never wait for administration or lag."""
 
-    def __init__(self, bootstrap: str, timing: Timing, prefix: str = "", security: Path | None = None) -> None:
+    def __init__(
+        self,
+        bootstrap: str,
+        timing: Timing,
+        prefix: str = "",
+        security: Path | None = None,
+        existing: ExistingTopics = NO_EXISTING,
+    ) -> None:
         """`prefix`: of this fleet's names. All names here have it: the cluster's names. security: as in `kafka_security`."""
         self._timing, access = timing, access_by(security)
         self._sending = Cluster(bootstrap, f"{prefix}penstock-send", timing, access, metadata_age=timing.metadata)
@@ -34,17 +42,23 @@ class KafkaBroker:
         self._limits = TopicLimits(self._sending)
         self.features = _FEATURES
         self.appender = KafkaAppender(self._sending, self._limits)
-        self.admin = self.reader = KafkaAdmin(self._asking, self._append, prefix)
+        self.admin = self.reader = KafkaAdmin(self._asking, self._append, prefix, existing)
         self.resharding = None
-        self._shared = SharedResources(self._asking, self.admin.begun, FetchBudget(), prefix)
+        self._shared = SharedResources(self._asking, self.admin.begun, FetchBudget(), prefix, existing)
 
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, bootstrap: str, *, timing: Timing | None = None, prefix: str = "", security: Path | None = None
+        cls,
+        bootstrap: str,
+        *,
+        timing: Timing | None = None,
+        prefix: str = "",
+        security: Path | None = None,
+        existing: ExistingTopics = NO_EXISTING,
     ) -> "AsyncIterator[KafkaBroker]":
         """`bootstrap`: host:port[,host:port…]. Entering raises Unavailable when no node answers or accepts us. Leaving drains."""
-        broker = cls(bootstrap, timing or Timing(), prefix, security)
+        broker = cls(bootstrap, timing or Timing(), prefix, security, existing)
         async with AsyncExitStack() as closing:
             for close in (broker._asking.close, broker._sending.close, broker.appender.close):
                 closing.push_async_callback(close)
@@ -81,8 +95,14 @@ class KafkaBroker:
 
 @asynccontextmanager
 async def open_kafka(
-    bootstrap: str, *, timing: Timing | None = None, prefix: str = "", security: Path | None = None
+    bootstrap: str,
+    *,
+    timing: Timing | None = None,
+    prefix: str = "",
+    security: Path | None = None,
+    existing: ExistingTopics = NO_EXISTING,
 ) -> AsyncIterator[Broker]:
-    """As `KafkaBroker.open`, for the names of a fleet with this prefix ("": the cluster's names)."""
-    async with KafkaBroker.open(bootstrap, timing=timing, prefix=prefix, security=security) as broker:
-        yield PrefixedBroker(broker, prefix) if prefix else broker
+    """As `KafkaBroker.open`, for the names of a fleet with this prefix ("": the cluster's names) and these topics of others."""
+    opening = KafkaBroker.open(bootstrap, timing=timing, prefix=prefix, security=security, existing=existing)
+    async with opening as broker:
+        yield PrefixedBroker(broker, prefix, existing) if prefix or existing else broker

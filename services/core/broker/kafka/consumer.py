@@ -14,6 +14,7 @@ from aiokafka import errors as kafka
 
 from services.core.broker.contract import Lag, OnRevoke, Start
 from services.core.broker.errors import BrokerClosed, BrokerError, NotAllowed, NotOwner
+from services.core.broker.existing import NO_EXISTING, ExistingTopics
 from services.core.broker.kafka.aiokafka_internals import (
     FetchBudget,
     connect,
@@ -88,12 +89,13 @@ _NEW_LEADER_S = 2.0
 
 
 class SharedResources(NamedTuple):
-    """Shared by all members of a process. prefix: of the fleet's names on the cluster."""
+    """Shared by all members of a process. prefix: of the fleet's names on the cluster. existing: topics of others."""
 
     cluster: Cluster
     begun: GroupStarts
     budget: FetchBudget
     prefix: str = ""
+    existing: ExistingTopics = NO_EXISTING
 
 
 @asynccontextmanager
@@ -139,6 +141,7 @@ class KafkaConsumer:
         freeze_detector: FreezeDetector,
     ) -> None:
         self._cluster, self._begun, self._prefix = shared.cluster, shared.begun, shared.prefix
+        self._translate = shared.existing.translate
         self._client, self._own = client, assigned
         self._group, self._start, self._freeze_detector = group, start, freeze_detector
         self._positioning, self._committing = asyncio.Lock(), asyncio.Lock()
@@ -380,7 +383,8 @@ class KafkaConsumer:
             if source not in own.owned or source in own.unpositioned:
                 continue  # fetched before its position was found; finding it seeks back
             own.record_read(source, rows[-1].offset, epochs[KafkaPartition(*source)])
-            batches.append(make_batch(source, rows))
+            batch, translate = make_batch(source, rows), self._translate.get(topic)
+            batches.append(batch if translate is None else translate(batch, own.metadata[source].topic))
         return batches
 
     async def position_early(self) -> None:
@@ -401,7 +405,14 @@ class KafkaConsumer:
             if not sources:
                 return
             found = await find_positions(
-                self._cluster, self._begun, self._group, sources, self._start, self._prefix, dealt=self._dealt
+                self._cluster,
+                self._begun,
+                self._group,
+                sources,
+                self._start,
+                self._prefix,
+                dealt=self._dealt,
+                others=self._translate.keys(),
             )
             if epoch != own.epoch:
                 return

@@ -176,10 +176,11 @@ async def find_positions(
     prefix: str = "",
     *,
     dealt: Mapping[str, int] | None = None,
+    others: Collection[str] = (),
 ) -> StartPositions:
     """Decide, changing nothing. prefix: of the fleet's names on the cluster, which all names here have. dealt: how many
-    partitions each topic had when the group dealt them out; one that was added since is nobody's yet, and new. Raises
-    UnknownTopic, Unavailable."""
+    partitions each topic had when the group dealt them out; one that was added since is nobody's yet, and new. others: topics of
+    others, which have any name. Raises UnknownTopic, Unavailable."""
     topics = sorted({source.topic for source in sources})
     states = await cluster.describe_agreed(topics)
     if missing := set(topics) - states.keys():
@@ -217,9 +218,8 @@ async def find_positions(
                 "stream_made_anew", group=group, topic=source.topic, partition=source.partition, hint=_MADE_ANEW
             )
         is_new = source.topic in replaced or source.partition >= counts[source.topic]
-        wanted[source] = (
-            "earliest" if is_new or source in expired else start_in(source.topic.removeprefix(prefix), start)
-        )
+        beginning = start if source.topic in others else start_in(source.topic.removeprefix(prefix), start)
+        wanted[source] = "earliest" if is_new or source in expired else beginning
     for beginning in set(wanted.values()):
         those = [source for source, each in wanted.items() if each == beginning]
         found.position.update(await starts(cluster, those, beginning, ids))

@@ -1,11 +1,13 @@
-"""A Kafka cluster that several fleets share: the names of one fleet, with its prefix on the cluster.
+"""A Kafka cluster that others use, too: the names of one fleet, with its prefix on the cluster, and topics of others.
 
-`KafkaBroker` has the cluster's names; its error messages and log lines name them. Here they get and lose the prefix. The topics
-and partitions of errors, which programs read, lose it too.
+`KafkaBroker` has the cluster's names; its error messages and log lines name them. Here they get and lose the prefix, and topics
+of others get the names that the fleet has for them. So do the topics and partitions of errors, which programs read.
+
+A topic of others is created, changed and deleted by nobody here (`broker.existing`), and its settings are not judged.
 """
 
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 
 from services.core.broker.contract import (
@@ -21,7 +23,8 @@ from services.core.broker.contract import (
     Start,
     TopicSpec,
 )
-from services.core.broker.errors import BrokerError, DataDamaged, NotOwner, OffsetOutOfRange
+from services.core.broker.errors import BrokerError, DataDamaged, NotOwner, OffsetOutOfRange, UnknownTopic
+from services.core.broker.existing import NO_EXISTING, ExistingTopics
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.broker.rights import Right, RightsReader
 
@@ -29,17 +32,24 @@ from services.core.broker.rights import Right, RightsReader
 class _Names:
     """full: a topic's or group's name on the cluster."""
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
+    def __init__(self, prefix: str, existing: ExistingTopics = NO_EXISTING) -> None:
+        self._prefix, self.existing = prefix, existing
+        self._fleets = {topic: name for name, topic in existing.names.items()}
 
     def full(self, name: str) -> str:
-        return self._prefix + name
+        return self.existing.names.get(name) or self._prefix + name
 
     def full_source(self, source: TopicPartition) -> TopicPartition:
-        return TopicPartition(self._prefix + source.topic, source.partition)
+        return TopicPartition(self.full(source.topic), source.partition)
 
     def short(self, name: str) -> str:
-        return name.removeprefix(self._prefix)
+        return self._fleets.get(name) or name.removeprefix(self._prefix)
+
+    def own(self, name: str) -> str:
+        """The name on the cluster of a topic that may be changed. Raises BrokerError for a topic of others."""
+        if name in self.existing.names:
+            raise BrokerError(f"{self.existing.names[name]} is a topic of others. Penstock changes nothing there")
+        return self.full(name)
 
     def short_source(self, source: tuple[str, int]) -> TopicPartition:
         return TopicPartition(self.short(source[0]), source[1])
@@ -63,11 +73,11 @@ class _Names:
 class PrefixedBroker:
     """The contract's `Broker` for one fleet of a shared cluster."""
 
-    def __init__(self, broker: Broker, prefix: str) -> None:
-        self._broker, self._names = broker, _Names(prefix)
+    def __init__(self, broker: Broker, prefix: str, existing: ExistingTopics = NO_EXISTING) -> None:
+        self._broker, self._names = broker, _Names(prefix, existing)
         self.features, self.resharding = broker.features, None
         self.appender = _PrefixedAppender(broker.appender, self._names)
-        self.admin = self.reader = _PrefixedAdmin(broker.admin, broker.reader, self._names)
+        self.admin = self.reader = _PrefixedAdmin(broker.admin, broker.reader, broker.appender, self._names)
 
     @asynccontextmanager
     async def _join(
@@ -99,7 +109,10 @@ class _PrefixedAppender:
         return await self._appender.partition_count(self._names.full(topic))
 
     async def append(self, topic: str, partition: int, records: Sequence[Record], *, timeout: float) -> Appended:
-        return await self._appender.append(self._names.full(topic), partition, records, timeout=timeout)
+        full = self._names.full(topic)
+        if full in self._names.existing.translate:
+            raise BrokerError(f"{full} is a topic of others, which is only read")
+        return await self._appender.append(full, partition, records, timeout=timeout)
 
 
 class _PrefixedConsumer:
@@ -129,20 +142,27 @@ class _PrefixedConsumer:
 
 
 class _PrefixedAdmin:
-    def __init__(self, admin: Admin, reader: Reader, names: _Names) -> None:
+    def __init__(self, admin: Admin, reader: Reader, appender: Appender, names: _Names) -> None:
         self._admin, self._reader, self._names, self._full = admin, reader, names, names.full
+        self._appender = appender
 
     async def create_topic(self, spec: TopicSpec) -> None:
-        await self._admin.create_topic(replace(spec, name=self._full(spec.name)))
+        await self._admin.create_topic(replace(spec, name=self._names.own(spec.name)))
 
     async def delete_topic(self, topic: str) -> None:
-        await self._admin.delete_topic(self._full(topic))
+        await self._admin.delete_topic(self._names.own(topic))
 
     async def topics(self) -> dict[str, int]:
-        return {self._names.short(name): count for name, count in (await self._admin.topics()).items()}
+        """Topics of others among them, if they are there: their names may lack the prefix."""
+        found = {self._names.short(name): count for name, count in (await self._admin.topics()).items()}
+        for name, full in self._names.existing.names.items():
+            if name not in found:
+                with suppress(UnknownTopic):
+                    found[name] = await self._appender.partition_count(full)
+        return found
 
     async def add_partitions(self, topic: str, partitions: int) -> None:
-        await self._admin.add_partitions(self._full(topic), partitions)
+        await self._admin.add_partitions(self._names.own(topic), partitions)
 
     async def committed(self, group: str, topic: str) -> dict[int, int]:
         return await self._admin.committed(self._full(group), self._full(topic))
@@ -163,7 +183,8 @@ class _PrefixedAdmin:
         return await self._admin.copy_positions(self._full(group), self._full(to), self._full(topic))
 
     async def check_durability(self, topics: Collection[str]) -> None:
-        await self._admin.check_durability([self._full(topic) for topic in topics])
+        own = [topic for topic in topics if topic not in self._names.existing.names]
+        await self._admin.check_durability([self._full(topic) for topic in own])
 
     async def missing_rights(self, rights: Collection[Right]) -> list[Right]:
         if not isinstance(self._admin, RightsReader):

@@ -12,13 +12,15 @@ from services.core.audit import Entry, decode_entry, digest_of
 from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, DataDamaged, UnknownTopic
+from services.core.broker.existing import NO_EXISTING
 from services.core.broker.reading import read_tail
 from services.core.broker.record import TopicPartition
 from services.core.dead_letter import DeadLetter, Position
 from services.core.event import read_arrival
+from services.core.existing_topics import existing_topics
 from services.core.pauses import list_paused
 from services.core.pipes import PipeFile
-from services.core.provision import wanted_topics
+from services.core.provision import find_absent, wanted_topics
 from services.core.topic_names import (
     AUDIT,
     RETRIER_DEAD,
@@ -87,8 +89,9 @@ def _log_problem(root: Path, pipes: PipeFile | None) -> str | None:
 async def _opened(facts: Facts) -> AsyncIterator[Broker | None]:
     """The broker; None when it cannot be opened, with the reason in the facts."""
     found = facts.broker
-    opening = open_broker(found.url)
+    existing = NO_EXISTING if facts.pipes is None else existing_topics(facts.pipes)
     try:
+        opening = open_broker(found.url, existing)
         async with asyncio.timeout(OPEN_S):
             broker = await opening.__aenter__()
             names = await broker.admin.topics()
@@ -107,7 +110,8 @@ async def _opened(facts: Facts) -> AsyncIterator[Broker | None]:
     try:
         if facts.pipes is not None:
             wanted = {spec.name for spec in wanted_topics(facts.pipes)}
-            found.missing = tuple(sorted(wanted - names.keys()))
+            absent = find_absent(names, facts.pipes)
+            found.missing = tuple(sorted({*(wanted - names.keys()), *absent.values()}))
         yield broker
     finally:
         try:

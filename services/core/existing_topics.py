@@ -1,0 +1,265 @@
+"""From a record of a topic of others to an event: the rules of its stream in the pipe file.
+
+The record gets the headers that ingest gives an event. Its origin is its place in the topic, so the ledger, dead letters and
+retries work as for our own events. The arrival is the record's timestamp, because it is the same whoever reads it.
+
+A record that a rule does not fit gets the header FAULT, and default values; whoever processes it makes a dead letter of it. A
+tombstone stays a record without a value if it is to be skipped.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+import orjson
+
+from services.core.broker.existing import NO_EXISTING, ExistingTopics, target_name
+from services.core.broker.record import Batch, Headers, Record
+from services.core.event import (
+    ARRIVAL,
+    CE_PREFIX,
+    CONTENT_TYPE,
+    FAULT,
+    ID,
+    ORIGIN,
+    TOPIC_NUMBERS,
+    topic_incarnation,
+)
+from services.core.pipe_topic import FromHeader, Place
+from services.core.pipes import PipeFile, Stream
+
+OWN_PREFIX = "penstock_"
+"""Headers of another fleet, whose output this topic may be. They mean nothing here."""
+CONTENT_TYPES = {"text": b"text/plain; charset=utf-8", "bytes": b"application/octet-stream"}
+"""By format; JSON has none."""
+TYPE, TIME = f"{CE_PREFIX}type", f"{CE_PREFIX}time"
+MAX_ID_BYTES, MAX_KEY_BYTES = 256, 1024
+"""As of the events that clients send."""
+DAY_MS = 86_400_000
+LATEST_MS = 253_402_300_799_999
+"""The end of the year 9999."""
+SECONDS_BELOW = 10**11
+"""Smaller numbers are seconds, others milliseconds, as in ingest."""
+NOT_JSON = "the value is not JSON, and a rule of its stream needs a field of it"
+NOT_TEXT = "the value is not text in UTF-8"
+
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+_NUMBER = re.compile(r"[0-9]{1,15}(\.[0-9]{1,9})?")
+_OFFSET = re.compile(r".*(?:[Zz]|[+-][0-9]{2}:?[0-9]{2})")
+_EPOCH, _MILLISECOND = datetime(1970, 1, 1, tzinfo=UTC), timedelta(milliseconds=1)
+
+
+def existing_topics(pipes: PipeFile) -> ExistingTopics:
+    """The topics of others that the pipe file reads and writes."""
+    read = {name: (stream.topic, stream) for name, stream in pipes.streams.items() if stream.topic is not None}
+    written = {
+        destination.topic.name
+        for pipe in pipes.pipes.values()
+        for destination in pipe.destinations
+        if destination.topic is not None
+    }
+    if not read and not written:
+        return NO_EXISTING
+    names = {name: topic for name, (topic, _) in read.items()} | {target_name(topic): topic for topic in written}
+    return ExistingTopics(names, {topic: Translation(stream) for topic, stream in read.values()})
+
+
+class _Misfit(ValueError):
+    """A rule does not fit a record. The message is for a person; it does not quote the value."""
+
+
+class _Made(NamedTuple):
+    """What the rules made of one record; None: the default."""
+
+    id: bytes | None
+    key: bytes | None
+    time: int | None
+    type: bytes | None
+
+
+_DEFAULTS = _Made(None, None, None, None)
+
+
+class Translation:
+    """The rules of one stream. Called with a batch and the id of its topic; see `Translate`."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._rules: dict[str, Place] = {
+            name: place
+            for name, place in (("id", stream.id), ("key", stream.key), ("time", stream.time), ("type", stream.type))
+            if place is not None
+        }
+        self._needs_json = any(isinstance(place, str) for place in self._rules.values())
+        media = CONTENT_TYPES.get(stream.format)
+        self._media: Headers = () if media is None else ((CONTENT_TYPE, media),)
+        self._is_simple = not self._rules and stream.format == "json"
+
+    def __call__(self, batch: Batch, topic_id: str) -> Batch:
+        if batch.damage is not None:
+            return batch
+        records, offsets = batch.records, batch.offsets
+        ids = f"{batch.topic}-{batch.partition}-".encode()
+        epoch, last = offsets[0] // TOPIC_NUMBERS, offsets[-1] // TOPIC_NUMBERS
+        if (
+            self._is_simple
+            and epoch == last
+            and not [1 for one in records if one.headers or one.value is None or not 0 <= one.timestamp <= LATEST_MS]
+        ):
+            prefix = f"{topic_incarnation(topic_id, offsets[0])}:{batch.partition}:".encode()
+            first = epoch * TOPIC_NUMBERS
+            made = [
+                Record(
+                    record.key,
+                    record.value,
+                    record.timestamp,
+                    (
+                        (ID, b"%b%d" % (ids, offset)),
+                        (ARRIVAL, b"%d" % record.timestamp),
+                        (ORIGIN, b"%b%d" % (prefix, offset - first)),
+                    ),
+                )
+                for offset, record in zip(offsets, records, strict=True)
+            ]
+        else:
+            made = [
+                self._translate(record, b"%b%d" % (ids, offset), _origin(topic_id, batch.partition, offset))
+                for offset, record in zip(offsets, records, strict=True)
+            ]
+        return Batch(batch.topic, batch.partition, offsets, made)
+
+    def _translate(self, record: Record, default_id: bytes, origin: bytes) -> Record:
+        timestamp = min(max(0, record.timestamp), LATEST_MS)
+        made, fault, value = _DEFAULTS, "", record.value
+        try:
+            made = self._apply(record, timestamp)
+            if self._stream.format == "text" and value is not None:
+                _text(value, NOT_TEXT)
+        except _Misfit as misfit:
+            fault = str(misfit)
+        if value is None and self._stream.tombstones == "deliver":
+            value = b"null" if self._stream.format == "json" else b""
+        dropped = {ID, CONTENT_TYPE, *((TYPE,) if made.type else ()), *((TIME,) if made.time is not None else ())}
+        kept = tuple(
+            header for header in record.headers if not header[0].startswith(OWN_PREFIX) and header[0] not in dropped
+        )
+        headers: Headers = (
+            (ID, made.id or default_id),
+            (ARRIVAL, b"%d" % timestamp),
+            (ORIGIN, origin),
+            *(((TYPE, made.type),) if made.type is not None else ()),
+            *kept,
+            *self._media,
+            *(((FAULT, fault.encode()),) if fault else ()),
+        )
+        key = record.key if made.key is None else made.key
+        return Record(key, value, timestamp if made.time is None else made.time, headers)
+
+    def _apply(self, record: Record, timestamp: int) -> _Made:
+        """Raises _Misfit."""
+        if not self._rules:
+            return _DEFAULTS
+        document = _parse(record.value) if self._needs_json and record.value is not None else None
+        values = {name: _find(record, document, place) for name, place in self._rules.items()}
+        return _Made(
+            _read_text("id", values.get("id"), MAX_ID_BYTES),
+            _read_key(values.get("key")),
+            _read_time(values.get("time"), timestamp),
+            _read_text("type", values.get("type"), MAX_ID_BYTES),
+        )
+
+
+def _origin(topic_id: str, partition: int, offset: int) -> bytes:
+    return f"{topic_incarnation(topic_id, offset)}:{partition}:{offset % TOPIC_NUMBERS}".encode()
+
+
+def _parse(value: bytes) -> object:
+    try:
+        return orjson.loads(value)
+    except (orjson.JSONDecodeError, RecursionError):
+        raise _Misfit(NOT_JSON) from None
+
+
+def _find(record: Record, document: object, place: Place) -> Any:
+    """The value there; None when it is absent or null. Of a header its bytes."""
+    if isinstance(place, FromHeader):
+        return record.header(place.header) or None
+    found: Any = document
+    for name in place.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def _text(value: bytes, otherwise: str) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise _Misfit(otherwise) from None
+
+
+def _read_text(what: str, value: Any, most: int) -> bytes | None:
+    """A string without control characters, or an integer."""
+    if value is None:
+        return None
+    if type(value) is int:
+        return b"%d" % value
+    if type(value) is bytes:
+        value = _text(value, f"the {what} is not text in UTF-8")
+    if type(value) is not str:
+        raise _Misfit(f"the {what} is neither a string nor an integer")
+    found = value.encode()
+    if not found or len(found) > most:
+        raise _Misfit(f"the {what} has {len(found)} bytes. It may have 1 to {most}")
+    if _CONTROL.search(value):
+        raise _Misfit(f"the {what} has control characters")
+    return found
+
+
+def _read_key(value: Any) -> bytes | None:
+    """A string or an integer, or the bytes of a header."""
+    if value is None:
+        return None
+    if type(value) is int:
+        return b"%d" % value
+    if type(value) is not str and type(value) is not bytes:
+        raise _Misfit("the key is neither a string nor an integer")
+    found = value.encode() if isinstance(value, str) else value
+    if len(found) > MAX_KEY_BYTES:
+        raise _Misfit(f"the key has {len(found)} bytes. It may have {MAX_KEY_BYTES}")
+    return found
+
+
+def _read_time(value: Any, timestamp: int) -> int | None:
+    """RFC 3339 with an offset, or a number of seconds or milliseconds since 1970; in ms."""
+    if value is None:
+        return None
+    if type(value) is bytes:
+        value = _text(value, "the time is not text in UTF-8")
+        if _NUMBER.fullmatch(value):
+            value = float(value)
+    if type(value) is str:
+        time = _read_moment(value)
+    elif type(value) is int or (type(value) is float and math.isfinite(value)):
+        time = round(value * 1000 if abs(value) < SECONDS_BELOW else value)
+    else:
+        raise _Misfit("the time is neither RFC 3339 text nor a number")
+    latest = LATEST_MS if not timestamp else min(LATEST_MS, timestamp + DAY_MS)
+    if not 0 <= time <= latest:
+        raise _Misfit("the time is before 1970, or more than a day after the timestamp of the record")
+    return time
+
+
+def _read_moment(value: str) -> int:
+    try:
+        if not _OFFSET.fullmatch(value):
+            raise ValueError
+        return (datetime.fromisoformat(value) - _EPOCH) // _MILLISECOND
+    except (ValueError, OverflowError):
+        raise _Misfit("the time is a string, but not RFC 3339 with an offset") from None
+
+
+def read_streams(pipes: PipeFile) -> Mapping[str, str]:
+    """The streams whose topics are others', and those topics."""
+    return {name: stream.topic for name, stream in pipes.streams.items() if stream.topic is not None}

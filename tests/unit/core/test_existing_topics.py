@@ -1,0 +1,260 @@
+"""The rules by which a record of a topic of others becomes an event."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.core.broker.existing import target_name
+from services.core.broker.record import Batch, Damage, Headers, Record
+from services.core.event import (
+    ARRIVAL,
+    CONTENT_TYPE,
+    FAULT,
+    ID,
+    MAX_MILLIS_DIGITS,
+    ORIGIN,
+    TOPIC_NUMBERS,
+    Origin,
+    is_of_topic,
+)
+from services.core.existing_topics import Translation, existing_topics
+from services.core.ledger.accumulator import _ORIGIN
+from services.core.ledger.report import MAX_NUMBER
+from services.core.pipes import PipeFile, Stream
+
+TOPIC_ID = "3d9c2b1e-0f4a-4c55-8f7e-3a5b6c7d8e9f"
+RUN = "topic3d9c2b1e0f4a4c558f7e3a5b6c7d8e9fe0"
+NOW = 1_790_000_000_000
+
+
+def translate(record: Record, offset: int = 7, **rules: Any) -> Record:
+    stream = Stream.model_validate({"topic": "billing.invoices", **rules})
+    batch = Batch("billing.invoices", 3, [offset], [record])
+    (made,) = Translation(stream)(batch, TOPIC_ID).records
+    return made
+
+
+def plain(value: bytes | None = b'{"n": 1}', headers: Headers = (), key: bytes | None = None) -> Record:
+    return Record(key, value, NOW, headers)
+
+
+def test_by_default_the_place_is_the_id_and_the_timestamp_the_time() -> None:
+    """Broken: a re-read event has another id or origin, so receivers and the ledger take it for another event."""
+    made = translate(plain(key=b"k"))
+    assert made == Record(
+        b"k",
+        b'{"n": 1}',
+        NOW,
+        (
+            (ID, b"billing.invoices-3-7"),
+            (ARRIVAL, b"%d" % NOW),
+            (ORIGIN, f"{RUN}:3:7".encode()),
+        ),
+    )
+    assert is_of_topic(RUN)
+    assert _ORIGIN.fullmatch(made.headers[2][1])  # the ledger reads it
+
+
+def test_a_record_with_headers_gives_the_same_event_as_one_without() -> None:
+    """Broken: the fast way and the slow way differ."""
+    assert translate(plain(headers=(("h", b"1"),))).headers == (*translate(plain()).headers, ("h", b"1"))
+
+
+def test_offsets_of_64_bits_fit_into_the_ledger() -> None:
+    """Broken: events behind offset 2^31 are outside of the loss table, or count for others."""
+    batch = Batch("t", 0, [TOPIC_NUMBERS - 1, TOPIC_NUMBERS, (1 << 62) + 5], [plain()] * 3)
+    made = Translation(Stream(topic="t"))(batch, TOPIC_ID).records
+    origins = [Origin.unpack(record.header(ORIGIN) or b"") for record in made]
+    assert [origin.sequence for origin in origins] == [TOPIC_NUMBERS - 1, 0, 5]
+    assert [origin.incarnation[-3:] for origin in origins[:2]] == ["fe0", "fe1"]
+    assert len({origin[:2] for origin in origins}) == 3
+    assert all(_ORIGIN.fullmatch(origin.pack()) and origin.sequence < MAX_NUMBER for origin in origins)
+
+
+@pytest.mark.parametrize(
+    ("rules", "record", "expected"),
+    [
+        ({"id": "meta.id"}, plain(b'{"meta": {"id": "a-1"}}'), b"a-1"),
+        ({"id": "meta.id"}, plain(b'{"meta": {"id": 12}}'), b"12"),
+        ({"id": "meta.id"}, plain(b'{"meta": 1}'), b"billing.invoices-3-7"),
+        ({"id": "id"}, plain(b'["id"]'), b"billing.invoices-3-7"),
+        ({"id": {"header": "x"}}, plain(headers=(("x", b"one"), ("x", b"two"))), b"one"),
+        ({"id": {"header": "x"}}, plain(), b"billing.invoices-3-7"),
+        ({"id": {"header": "x"}}, plain(headers=(("x", b""),)), b"billing.invoices-3-7"),
+        ({"id": {"header": "ce_id"}}, plain(headers=(("ce_id", b"cloud"),)), b"cloud"),
+    ],
+)
+def test_id(rules: dict[str, Any], record: Record, expected: bytes) -> None:
+    """Broken: events have ids that their owner did not choose."""
+    made = translate(record, **rules)
+    assert [value for name, value in made.headers if name == ID] == [expected]
+    assert made.header(FAULT) is None
+
+
+@pytest.mark.parametrize(
+    ("rules", "record", "key", "time"),
+    [
+        ({"key": "customer"}, plain(b'{"customer": "c"}', key=b"k"), b"c", NOW),
+        ({"key": "customer"}, plain(key=b"k"), b"k", NOW),
+        ({"key": {"header": "h"}}, plain(headers=(("h", b"\xff"),)), b"\xff", NOW),
+        ({"time": "at"}, plain(b'{"at": "2026-01-02T03:04:05.678Z"}'), None, 1_767_323_045_678),
+        ({"time": "at"}, plain(b'{"at": 1767323045}'), None, 1_767_323_045_000),
+        ({"time": {"header": "at"}}, plain(headers=(("at", b"1767323045678"),)), None, 1_767_323_045_678),
+        ({"time": {"header": "at"}}, plain(headers=(("at", b"2026-01-02T04:04:05+01:00"),)), None, 1_767_323_045_000),
+    ],
+)
+def test_key_and_time(rules: dict[str, Any], record: Record, key: bytes | None, time: int) -> None:
+    """Broken: events are ordered by another key, or have another time."""
+    made = translate(record, **rules)
+    assert (made.key, made.timestamp, made.header(FAULT)) == (key, time, None)
+    assert made.header(ARRIVAL) == b"%d" % NOW
+
+
+@pytest.mark.parametrize(
+    ("rules", "record", "fault"),
+    [
+        ({"id": "id"}, plain(b'{"id": {}}'), "the id is neither a string nor an integer"),
+        ({"id": "id"}, plain(b'{"id": ""}'), "the id has 0 bytes. It may have 1 to 256"),
+        ({"id": "id"}, plain(b'{"id": "a\\u0007"}'), "the id has control characters"),
+        ({"id": "id"}, plain(b"{not json"), "the value is not JSON, and a rule of its stream needs a field of it"),
+        ({"id": {"header": "x"}}, plain(headers=(("x", b"\xff"),)), "the id is not text in UTF-8"),
+        ({"key": "key"}, plain(b'{"key": true}'), "the key is neither a string nor an integer"),
+        ({"time": "at"}, plain(b'{"at": "yesterday"}'), "the time is a string, but not RFC 3339 with an offset"),
+        ({"time": "at"}, plain(b'{"at": "2026-01-02"}'), "the time is a string, but not RFC 3339 with an offset"),
+        (
+            {"time": "at"},
+            plain(b'{"at": 1e300}'),
+            "the time is before 1970, or more than a day after the timestamp of the record",
+        ),
+        (
+            {"time": "at"},
+            plain(b'{"at": -1}'),
+            "the time is before 1970, or more than a day after the timestamp of the record",
+        ),
+        ({"time": "at"}, plain(b'{"at": []}'), "the time is neither RFC 3339 text nor a number"),
+        ({"format": "text"}, plain(b"\xff"), "the value is not text in UTF-8"),
+    ],
+)
+def test_a_rule_that_does_not_fit_is_a_fault(rules: dict[str, Any], record: Record, fault: str) -> None:
+    """Broken: the lane stops at such a record, or delivers it with a wrong id, key or time."""
+    made = translate(record, **rules)
+    assert made.headers[-1] == (FAULT, fault.encode())
+    assert made.header(ID) == b"billing.invoices-3-7"
+    assert (made.value, made.timestamp) == (record.value, NOW)
+
+
+def test_formats_set_the_media_type() -> None:
+    """Broken: receivers get text or bytes as if they were JSON."""
+    own = (CONTENT_TYPE, b"application/avro")
+    assert translate(plain(headers=(own,))).header(CONTENT_TYPE) is None
+    assert translate(plain(b"x", (own,)), format="text").header(CONTENT_TYPE) == b"text/plain; charset=utf-8"
+    assert translate(plain(b"\xff", (own,)), format="bytes").header(CONTENT_TYPE) == b"application/octet-stream"
+
+
+def test_tombstones_are_skipped_or_delivered_as_null() -> None:
+    """Broken: the tombstone behind a delete becomes a dead letter, or one that is wanted never comes."""
+    assert translate(plain(None)).value is None
+    made = translate(plain(None, key=b"k"), tombstones="deliver", id="id")
+    assert (made.key, made.value, made.header(FAULT)) == (b"k", b"null", None)
+
+
+def test_headers_of_another_fleet_mean_nothing() -> None:
+    """Broken: the output of another Penstock confuses retries, dead letters and the ledger of this one."""
+    theirs = (("penstock_origin", b"a:0:1"), ("penstock_dead_reason", b"x"), ("ce_id", b"theirs"), ("ce_type", b"t"))
+    made = translate(plain(headers=theirs))
+    assert [name for name, _ in made.headers] == [ID, ARRIVAL, ORIGIN, "ce_type"]
+    assert made.header(ORIGIN) == f"{RUN}:3:7".encode()
+
+
+def test_the_type_comes_from_its_place() -> None:
+    """Broken: events have the type of an attribute that the rule replaces, or two types."""
+    made = translate(plain(b'{"kind": "paid"}', (("ce_type", b"old"),)), type="kind")
+    assert [value for name, value in made.headers if name == "ce_type"] == [b"paid"]
+
+
+def test_damage_stays_as_it_is() -> None:
+    """Broken: the stored bytes of damaged records become an event."""
+    damaged = Batch("t", 0, [9], [plain(b"raw")], Damage(3, 9, "checksum"))
+    assert Translation(Stream(topic="t"))(damaged, TOPIC_ID) is damaged
+
+
+_PLACES = st.sampled_from([None, "f", "f.g", {"header": "h"}])
+_JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.dictionaries(st.sampled_from("fgx"), inner),
+)
+_VALUES = (
+    st.none()
+    | st.binary()
+    | _JSON.map(lambda value: repr(value).encode(errors="replace"))
+    | _JSON.map(lambda value: __import__("json").dumps(value).encode())
+)
+_HEADERS = st.lists(st.tuples(st.sampled_from(["h", "ce_id", "penstock_x", "content-type"]), st.binary()), max_size=3)
+_TEXTS = st.sampled_from([b"2026-01-02T03:04:05Z", b"0001-01-01T00:00:00+23:59", b"9" * 15, b"1.5", b"99999999999"])
+
+
+@settings(max_examples=60)
+@given(
+    id=_PLACES,
+    key=_PLACES,
+    time=_PLACES,
+    type=_PLACES,
+    value=_VALUES,
+    headers=_HEADERS,
+    text=_TEXTS,
+    timestamp=st.integers(-(1 << 63), (1 << 63) - 1),
+    offset=st.integers(0, (1 << 63) - 1),
+)
+def test_rules_never_raise(
+    id: Any,  # noqa: A002
+    key: Any,
+    time: Any,
+    type: Any,  # noqa: A002
+    value: bytes | None,
+    headers: list[tuple[str, bytes]],
+    text: bytes,
+    timestamp: int,
+    offset: int,
+) -> None:
+    """Broken: one strange record stops its partition for ever."""
+    places = {name: place for name, place in (("id", id), ("key", key), ("time", time), ("type", type)) if place}
+    record = Record(None, value, timestamp, (*headers, ("h", text)))
+    made = translate(record, offset, **places)
+    (first, second, third), own_id = made.headers[:3], made.header(ID)
+    assert (first[0], second[0], third[0]) == (ID, ARRIVAL, ORIGIN)
+    assert own_id
+    assert len(own_id) <= 256
+    assert _ORIGIN.fullmatch(third[1])
+    assert second[1].isdigit()
+    assert made.timestamp >= 0
+    assert made.value == value
+
+
+def test_the_latest_time_of_kafka_has_room_in_its_header() -> None:
+    """Broken: a producer with a broken clock makes a header that no reader accepts."""
+    made = translate(Record(None, b"{}", (1 << 63) - 1))
+    assert len(made.header(ARRIVAL) or b"") <= MAX_MILLIS_DIGITS
+
+
+def test_the_names_of_the_topics_of_others() -> None:
+    """Broken: a topic is read under the wrong name, or a topic of ours is taken for one of others."""
+    file = PipeFile.model_validate(
+        {
+            "streams": {"invoices": {"topic": "billing.invoices"}, "orders": {}},
+            "pipes": {
+                "p": {
+                    "sources": ["invoices"],
+                    "destinations": [
+                        {"name": "d", "topic": {"name": "erp.invoices"}},
+                        {"name": "s", "stream": "orders"},
+                    ],
+                }
+            },
+        }
+    )
+    found = existing_topics(file)
+    assert found.names == {"invoices": "billing.invoices", target_name("erp.invoices"): "erp.invoices"}
+    assert found.translate.keys() == {"billing.invoices"}
+    assert not existing_topics(PipeFile.model_validate({"streams": {"orders": {}}}))
