@@ -24,7 +24,7 @@ def find_broken_references(data: object) -> list[Found]:
     ]
     problems += _check_topics(streams)
     feeds: dict[str, set[str]] = {}
-    read = {_mapping(stream).get("topic"): name for name, stream in streams.items()}
+    read = {topic: name for name, stream in streams.items() if (topic := _mapping(stream).get("topic")) is not None}
     for name, pipe in pipes.items():
         sources = [source for source in _items(_mapping(pipe).get("sources")) if isinstance(source, str)]
         destinations = [_mapping(destination) for destination in _items(_mapping(pipe).get("destinations"))]

@@ -1,0 +1,238 @@
+"""Topics that others write, on a real Kafka: read to a webhook, with the loss table, dead letters, redrive and story right.
+
+The records are those of clients as people have them: kcat (plain values, with and without keys, each compression), the JSON
+converter of Kafka Connect (schema and payload), Debezium (before, after, op; a tombstone behind a delete), and transactions.
+"""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import orjson
+import pytest
+from aiohttp import web
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+
+from services.core.broker.connect import BadBrokerUrl, open_broker
+from services.core.broker.contract import Broker
+from services.core.broker.errors import BrokerError, UnknownTopic
+from services.core.broker.existing import target_name
+from services.core.broker.producer import Producer
+from services.core.dead_letter import DeadLetter
+from services.core.existing_topics import existing_topics
+from services.core.jvm.kafka import KafkaCluster
+from services.core.ledger.report import TELEMETRY, decode_report
+from services.core.pipes import PipeFile, load_pipes
+from services.core.provision import NoSuchTopics, ensure_topics
+from services.core.story.find import find_story, make_scope
+from services.core.story.search import Limits
+from services.core.topic_names import dead_letter_topic
+from services.expel.webhook.sender import ITEM_FAILED
+from services.fleet.dead.audit import Auditor
+from services.fleet.dead.found import DeadLetterSearch, Filter
+from services.fleet.dead.redrive import Redrive, RedriveTargets
+from services.observer.ledger.flow import read_flow
+from services.observer.ledger.settlement import Row
+from services.observer.ledger.table import Table
+from tests.integration.expel_process import Expel, hook, kill_at_end
+from tests.support.kafka import make_topic, unique_name
+from tests.unit.expel.receiver import DEADLINE, Received, open_receiver
+
+pytestmark = pytest.mark.kafka
+
+CONNECT = {
+    "schema": {"type": "struct", "fields": [{"field": "id", "type": "int32"}], "optional": False},
+    "payload": {"id": 7},
+}
+DELETE = {"before": {"id": 9}, "after": None, "op": "d", "ts_ms": 1_790_000_000_000}
+
+
+class ForeignExpel(Expel):
+    """Expel with a pipe file of its own."""
+
+    pipe_file: dict[str, object]
+
+    def write_pipes(self) -> Path:
+        path = self.folder / "pipes.yaml"
+        path.write_bytes(orjson.dumps(self.pipe_file))
+        return path
+
+
+async def produce(bootstrap: str, topic: str) -> int:
+    """As others do. Returns the number of committed records."""
+    count = 0
+    for codec in (None, "gzip", "snappy", "lz4", "zstd"):
+        async with AIOKafkaProducer(bootstrap_servers=bootstrap, compression_type=codec) as producer:
+            for number in range(5):
+                key = None if number % 2 else b"k%d" % number
+                await producer.send(topic, b'{"codec": "%s", "n": %d}' % (str(codec).encode(), number), key)
+                count += 1
+    async with AIOKafkaProducer(bootstrap_servers=bootstrap) as producer:
+        await producer.send_and_wait(topic, json.dumps(CONNECT).encode(), headers=[("invoice-id", b"connect-7")])
+        await producer.send_and_wait(
+            topic, json.dumps(DELETE).encode(), b'{"id":9}', headers=[("invoice-id", b"delete-9")]
+        )
+        await producer.send_and_wait(topic, None, b'{"id":9}')
+        await producer.send_and_wait(topic, b"no json", headers=[("invoice-id", b"plain-text")])
+        await producer.send_and_wait(topic, b"{}", headers=[("invoice-id", b"\xff")])
+        await producer.send_and_wait(topic, b'{"refused": true}', headers=[("invoice-id", b"refused-1")])
+    async with AIOKafkaProducer(bootstrap_servers=bootstrap, transactional_id=unique_name("tx")) as producer:
+        async with producer.transaction():
+            await producer.send_and_wait(topic, b'{"n": 1}', headers=[("invoice-id", b"committed")])
+        await producer.begin_transaction()
+        await producer.send_and_wait(topic, b'{"n": 2}', headers=[("invoice-id", b"rolled-back")])
+        await producer.abort_transaction()
+    return count + 7
+
+
+async def read_row(broker: Broker, pipes: PipeFile, pipe: str) -> Row:
+    """The sum of the pipe's loss table, from all reports."""
+    table, offset = Table(read_flow(pipes)), 0
+    offset = (await broker.reader.describe(TELEMETRY))[0].start
+    while (batch := await broker.reader.read(TELEMETRY, 0, offset, max_records=500)) is not None:
+        for record in batch.records:
+            table.apply(decode_report(record.value), int(time.time() * 1000))
+        offset = batch.offsets[-1] + 1
+    rows = [table.row(pipe, minute, int(time.time() * 1000)) for minute in table.minutes(pipe)]
+    assert rows
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    return total
+
+
+async def test_a_topic_of_others_is_delivered_and_accounted_for(kafka_cluster: KafkaCluster, tmp_path: Path) -> None:
+    """Broken: nobody's existing topics reach a webhook, or their events are lost, doubled or counted wrong."""
+    bootstrap = kafka_cluster.bootstrap
+    topic, target = (
+        await make_topic(bootstrap, "Billing.invoices", partitions=2),
+        await make_topic(bootstrap, "erp.copy"),
+    )
+    pipe, refuses = unique_name("bill"), True
+    url = f"kafka://{bootstrap}?prefix={unique_name('fleet')[:20]}."
+
+    async def answer(received: Received) -> web.Response:
+        if "refused-1" in received.ids and refuses:
+            return web.json_response({"failed": [{"id": "refused-1", "retry": False}]})
+        return web.Response(status=204)
+
+    count = await produce(bootstrap, topic)
+    async with open_receiver(answer) as receiver:
+        expel = ForeignExpel(tmp_path, None, url, [], pipe=pipe)  # type: ignore[arg-type]
+        copy = {"name": "copy", "topic": {"name": target}}
+        expel.pipe_file = {
+            "streams": {"invoices": {"topic": topic, "id": {"header": "invoice-id"}}},
+            "pipes": {pipe: {"sources": ["invoices"], "destinations": [hook("hook", receiver.url), copy]}},
+        }
+        pipes = await asyncio.to_thread(load_pipes, expel.write_pipes())
+        existing = existing_topics(pipes)
+        async with open_broker(url, existing) as broker, kill_at_end(expel):
+            await ensure_topics(broker.admin, pipes)
+            for change in (
+                broker.admin.delete_topic("invoices"),
+                broker.admin.add_partitions("invoices", 9),
+                broker.appender.append("invoices", 0, [], timeout=5),
+                broker.admin.delete_topic(target_name(target)),
+            ):
+                with pytest.raises(BrokerError, match="topic of others"):
+                    await change
+            await expel.start()
+            good = count - 4  # without the tombstone, the two bad records and the refused one
+            async with asyncio.timeout(DEADLINE):
+                while len(receiver.accepted) < good or await _lag(broker, pipe):
+                    await asyncio.sleep(0.1)
+            assert {"connect-7", "delete-9", "committed"} <= set(receiver.accepted)
+            assert "rolled-back" not in receiver.accepted
+            assert sum(one.startswith(f"{topic}-") for one in receiver.accepted) == 25
+            await expel.stop()
+
+            letters = await _letters(broker, pipe)
+            assert {
+                (one.destination, one.reason, one.event_id, one.detail) for one in letters if one.destination == "hook"
+            } == {
+                ("hook", "bad_record", "plain-text", "the value is not JSON in UTF-8"),
+                ("hook", "bad_record", _id_of(letters, "the id is not"), "the id is not text in UTF-8"),
+                ("hook", ITEM_FAILED, "refused-1", next(one.detail for one in letters if one.event_id == "refused-1")),
+            }
+            row = await read_row(broker, pipes, pipe)
+            hooked = next(step for step in row.steps if step.destination == "hook")
+            assert (row.accepted, row.missing) == (count, 0)
+            assert {outcome: n for outcome, n in hooked.outcomes.items() if n} == {
+                "delivered": good,
+                "dead": 3,
+                "filtered": 1,
+            }
+
+            refuses = False
+            targets = RedriveTargets(pipes, to_stream=True, by_event_time=True)
+            async with Producer(broker.appender) as producer:
+                where = Filter(pipe=pipe, reason=ITEM_FAILED)
+                redrive = Redrive(targets, producer, Auditor(producer, "me@here", where.as_json()), 1000)
+                await redrive.run((await DeadLetterSearch.open(broker, where)).pages())
+            assert redrive.so_far.done == 1
+            await expel.start()
+            async with asyncio.timeout(DEADLINE):
+                while "refused-1" not in receiver.accepted:
+                    await asyncio.sleep(0.1)
+            await expel.stop()
+            row = await read_row(broker, pipes, pipe)
+            assert (row.accepted, row.missing, row.waiting) == (count, 0, 0)
+
+            scope = make_scope(pipes, "connect-7", int(time.time() * 1000))
+            story = await find_story(broker, pipes, "connect-7", scope, Limits(60, 100_000, 1 << 28))
+            (event,) = story.events
+            assert event.stream == "invoices"
+            assert [lane.state for one in event.pipes for lane in one.destinations] == ["delivered", "delivered"]
+            await _check_copies(bootstrap, target, pipe)
+
+
+def _id_of(letters: list[DeadLetter], detail: str) -> str | None:
+    return next(one.event_id for one in letters if one.detail.startswith(detail))
+
+
+async def _lag(broker: Broker, pipe: str) -> int:
+    groups = [await broker.admin.group_lag(f"{pipe}.{name}", "invoices") for name in ("hook", "copy")]
+    return sum(lag.records for group in groups for lag in group.values())
+
+
+async def _letters(broker: Broker, pipe: str) -> list[DeadLetter]:
+    search = await DeadLetterSearch.open(broker, Filter(pipe=pipe))
+    return [letter async for page in search.pages() for letter in page]
+
+
+async def _check_copies(bootstrap: str, target: str, pipe: str) -> None:
+    """What other consumers see in the topic that we wrote: CloudEvents, and nothing of ours."""
+    consumer = AIOKafkaConsumer(target, bootstrap_servers=bootstrap, auto_offset_reset="earliest")
+    async with consumer, asyncio.timeout(DEADLINE):
+        async for found in consumer:
+            headers = dict(found.headers)
+            if headers["ce_id"] != b"delete-9":
+                continue
+            assert json.loads(found.value) == DELETE
+            assert (found.key, headers["ce_specversion"]) == (b'{"id":9}', b"1.0")
+            assert (headers["ce_source"], headers["ce_type"]) == (f"penstock/{pipe}".encode(), b"penstock.invoices")
+            assert headers["content-type"] == b"application/json"
+            assert not [name for name in headers if name.startswith("penstock_")]
+            return
+
+
+async def test_a_topic_of_others_that_is_not_there(kafka_cluster: KafkaCluster, tmp_path: Path) -> None:
+    """Broken: Penstock creates a topic under a mistyped name, and waits for events there for ever."""
+    url = f"kafka://{kafka_cluster.bootstrap}?prefix={unique_name('fleet')[:20]}."
+    pipes = PipeFile.model_validate(
+        {
+            "streams": {"s": {"topic": "nobody.made.this"}},
+            "pipes": {"p": {"sources": ["s"], "destinations": [{"name": "d", "topic": {"name": "nor.this"}}]}},
+        }
+    )
+    async with open_broker(url, existing_topics(pipes)) as broker:
+        with pytest.raises(NoSuchTopics, match=r"nobody\.made\.this, nor\.this"):
+            await ensure_topics(broker.admin, pipes)
+        assert await broker.admin.topics() == {}
+        with pytest.raises(UnknownTopic):
+            await broker.reader.describe("s")
+        with pytest.raises(UnknownTopic):
+            await broker.reader.describe(dead_letter_topic("p"))
+    with pytest.raises(BadBrokerUrl, match="they are on Kafka only"):
+        open_broker(f"log://{tmp_path}", existing_topics(pipes))

@@ -1,0 +1,69 @@
+"""The loss table of a topic of others: accepted by whoever reads first, once, whatever else reads it."""
+
+from services.core.event import topic_incarnation
+from services.observer.ledger.flow import Flow, PipeFlow, Step
+from services.observer.ledger.table import Table
+from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS, accept, hear, tell
+
+RUN = topic_incarnation("3d9c2b1e-0f4a-4c55-8f7e-3a5b6c7d8e9f", 0)
+FLOW = Flow(
+    {
+        "one": PipeFlow(("invoices",), transforms=False, destinations={"a": None, "b": None}),
+        "two": PipeFlow(("invoices",), transforms=False, destinations={"c": None}),
+    },
+    others=frozenset({"invoices"}),
+)
+FINAL = START_MS + 6 * MINUTE_MS
+
+
+def reads(table: Table, numbers: range, minute: int, instance: str) -> None:
+    at_ms = minute * MINUTE_MS + 30_000
+    hear(table, accept(numbers, stream="invoices", minute=minute, incarnation=RUN, instance=instance, at_ms=at_ms))
+
+
+def settles(table: Table, pipe: str, destination: str, numbers: range, at_ms: int = FINAL) -> None:
+    hear(table, tell("expel", pipe, "delivered", numbers, destination=destination, incarnation=RUN, at_ms=at_ms))
+
+
+def test_an_event_counts_in_the_minute_of_the_first_report() -> None:
+    """Broken: two readers in two minutes double the events, or make them missing once the first minute is folded."""
+    table = Table(FLOW)
+    reads(table, range(10), MINUTE, "a")
+    reads(table, range(5, 15), MINUTE + 1, "b")
+    reads(table, range(15), MINUTE + 2, "c")
+    assert [table.row("one", minute, FINAL).accepted for minute in table.minutes("one")] == [10, 5]
+    for pipe, destination in (("one", "a"), ("one", "b"), ("two", "c")):
+        settles(table, pipe, destination, range(15))
+    late = FINAL + 2 * 3_600_000
+    for pipe, destination in (("one", "a"), ("one", "b"), ("two", "c")):
+        settles(table, pipe, destination, range(0), late)
+    assert not any(verdict.row.missing for verdict in table.tick(late).verdicts)
+    table.tick(late + 10_000)  # the minutes are folded
+    assert not table.origin_sets.held
+    reads(table, range(15), MINUTE + 130, "c")  # a group was set back: all of it is counted already
+    assert [table.row("two", minute, late).accepted for minute in table.minutes("two")] == [10, 5]
+    assert table.row("two", MINUTE, late).missing == 0
+
+
+def test_what_one_destination_did_not_get_is_missing() -> None:
+    """Broken: a loss behind the first reader is not seen."""
+    table = Table(FLOW)
+    reads(table, range(10), MINUTE, "a")
+    settles(table, "one", "a", range(10))
+    settles(table, "one", "b", range(9))
+    row = table.row("one", MINUTE, FINAL)
+    assert {step.destination: step.missing for step in row.steps} == {"a": 0, "b": 1}
+    assert row.lost == 1
+
+
+def test_there_is_no_ingest_to_wait_for() -> None:
+    """Broken: a minute stays open for the ingest of a stream that has none, or somebody searches its topic for reports."""
+    table = Table(FLOW)
+    assert Step("ingest", "invoices") not in table.flow.steps("one")
+    settles(table, "one", "a", range(3), START_MS)
+    assert table.unknown_incarnations(FINAL) == []
+    reads(table, range(3), MINUTE, "a")
+    assert table.silent_ingests(FINAL) == []
+    for pipe, destination in (("one", "a"), ("one", "b"), ("two", "c")):
+        settles(table, pipe, destination, range(3))
+    assert table.row("one", MINUTE, FINAL).why_open is None
