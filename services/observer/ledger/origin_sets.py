@@ -320,8 +320,11 @@ class OriginSets:
             reported.drop_ranges(run, self._kept[run].lowest if run in self._kept else floor)
 
     def find_gone(self, before_ms: int) -> list[str]:
-        """Incarnations of which no minute is held and that no report has named since."""
-        old = {incarnation for incarnation, at_ms in self.last_named.items() if at_ms < before_ms}
+        """Incarnations of which no minute is held and that no report has named since.
+
+        Not those of topics of others: somebody may read their history again, and then it must not count anew.
+        """
+        old = {name for name, at_ms in self.last_named.items() if at_ms < before_ms and not is_of_topic(name)}
         return sorted(old - self._held_incarnations()) if old else []
 
     def forget(self, incarnation: str) -> None:
