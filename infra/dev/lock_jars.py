@@ -8,7 +8,16 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from services.core.jvm.jars import DATABASES, KAFKA_SERVER, LOCK_FILE, SPARK_KAFKA, SPARK_S3, run_ivy, sha256_of
+from services.core.jvm.jars import (
+    AVRO_IDL,
+    DATABASES,
+    KAFKA_SERVER,
+    LOCK_FILE,
+    SPARK_KAFKA,
+    SPARK_S3,
+    run_ivy,
+    sha256_of,
+)
 
 SEPARATOR = "__"
 SDK_MODULES = (
@@ -35,6 +44,8 @@ ROOTS = {
         ("software.amazon.eventstream:eventstream:1.0.1", False),
         ("org.reactivestreams:reactive-streams:1.0.4", False),
     ],
+    # Of the version of Avro in pyspark, whose jars have all that it needs.
+    AVRO_IDL: [("org.apache.avro:avro-idl:1.12.1", False)],
     DATABASES: [("org.postgresql:postgresql:42.7.13", False)],
     KAFKA_SERVER: [
         ("org.apache.kafka:kafka_2.13:4.1.2", True),

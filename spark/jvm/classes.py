@@ -34,31 +34,36 @@ def classes_jar() -> Path:
 
     Raises JavaNotFound, JarsUnavailable, OSError.
     """
-    sources = sorted(_SOURCES.glob("*.scala"))
-    jar = cache_folder() / f"penstock-classes-{_digest(sources)}.jar"
+    return compiled_jar("penstock-classes", sorted(_SOURCES.glob("*.scala")))
+
+
+def compiled_jar(name: str, sources: list[Path], *, beside: tuple[Path, ...] = ()) -> Path:
+    """A jar of some Scala files. beside: jars that they need and pyspark does not have. Blocks and raises as `classes_jar`."""
+    jar = cache_folder() / f"{name}-{_digest(sources, beside)}.jar"
     if not jar.is_file():
         jar.parent.mkdir(parents=True, exist_ok=True)
         with jar.with_suffix(".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not jar.is_file():
-                _compile(sources, jar)
+                _compile(sources, jar, beside)
     return jar
 
 
-def _digest(sources: list[Path]) -> str:
-    parts = [importlib.metadata.version("pyspark"), *_OPTIONS]
+def _digest(sources: list[Path], beside: tuple[Path, ...]) -> str:
+    parts = [importlib.metadata.version("pyspark"), *_OPTIONS, *(path.name for path in beside)]
     for source in sources:
         parts += [source.name, source.read_text(encoding="utf-8")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
-def _compile(sources: list[Path], jar: Path) -> None:
+def _compile(sources: list[Path], jar: Path, beside: tuple[Path, ...]) -> None:
     """A jar under this name is complete: it gets the name when it is on the disk."""
     print(f"Compiling Penstock's classes for Spark, once, into {jar} ...", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=jar.parent, prefix=".compiling-") as scratch:
         made = Path(scratch) / "classes.jar"
         java = [str(find_java().executable), NO_PERF_FILE, "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
-        command = [*java, f"-Djava.io.tmpdir={scratch}", "-cp", f"{_pyspark_jars()}{os.sep}*", "scala.tools.nsc.Main"]
+        path = os.pathsep.join([f"{pyspark_jars()}{os.sep}*", *map(str, beside)])
+        command = [*java, f"-Djava.io.tmpdir={scratch}", "-cp", path, "scala.tools.nsc.Main"]
         command += [*_OPTIONS, "-d", str(made), *map(str, sources)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)  # noqa: S603
@@ -82,7 +87,8 @@ _REMEDY = (
 )
 
 
-def _pyspark_jars() -> Path:
+def pyspark_jars() -> Path:
+    """The folder of pyspark's jars. Raises JarsUnavailable."""
     # The import of pyspark would take a second.
     spec = importlib.util.find_spec("pyspark")
     for folder in (spec.submodule_search_locations or []) if spec else []:

@@ -140,7 +140,7 @@ def _put_field_back(new: Schema, item: Field, context: _Context) -> Iterator[Pat
 
 
 def _remove_aliases(item: Field, names: tuple[str, ...]) -> Iterator[Patch]:
-    for kept in names:
+    for kept in ("", *names) if item.name in names else names:
         dropped = [alias for alias in item.aliases if alias not in names or alias == kept]
         yield [_replace(f"{item.pointer}/aliases", cast(Json, dropped))]
 

@@ -95,7 +95,10 @@ def unknown_symbols(reader: Enum, writer: Enum) -> list[str]:
 
 
 def writer_fields(item: Field, writer: Record) -> list[Field]:
-    """The writer's fields from which a reader's field is filled, by name and aliases. More than one is a mistake."""
+    """The writer's fields from which a reader's field is filled, by name and aliases. More than one is a mistake.
+
+    So is an alias that is also the name of the field: Avro finds the writer's field twice.
+    """
     fields = writer.by_name
-    names = dict.fromkeys((item.name, *item.aliases)) if item.aliases else (item.name,)
+    names = (item.name, *item.aliases) if item.aliases else (item.name,)
     return [fields[name] for name in names if name in fields]

@@ -24,6 +24,8 @@ SPARK_KAFKA = "spark-kafka"
 SPARK_S3 = "spark-s3"
 KAFKA_SERVER = "kafka-server"
 DATABASES = "databases"
+AVRO_IDL = "avro-idl"
+"""For tests: Avro's own reader of IDL files."""
 FETCH_TIMEOUT_S = 300.0
 FETCH_ATTEMPTS = 3
 # Maven Central, without POMs: the lock names the dependencies, too.
