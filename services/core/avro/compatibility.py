@@ -6,7 +6,8 @@ TRANSITIVE: not only with the last schema, but with all of them. NONE: anything 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
@@ -150,40 +151,63 @@ def _compare(new: Schema, old: Schema, level: Level, tries: list[int]) -> list[D
                 fragment(finding.writer, None),
                 "FULL" if len(directions) == 2 else directions.pop(),
                 finding.message,
-                _fix(group, new, old, level, len(found), tries),
+                _fix(group, new, old, level, found, tries),
             )
         )
     return differences
 
 
 def _fix(
-    group: list[tuple[Finding, bool]], new: Schema, old: Schema, level: Level, before: int, tries: list[int]
+    group: list[tuple[Finding, bool]],
+    new: Schema,
+    old: Schema,
+    level: Level,
+    before: list[tuple[Finding, bool]],
+    tries: list[int],
 ) -> list[Operation] | None:
     """The first candidate that ends all findings of the group, otherwise the first that ends one. None when there is none."""
-    origin = new.origin
     best: list[Operation] | None = None
-    if origin is None:
-        return None
-    known = _names(new)
-    for finding, new_reads in group:
-        for patch in candidates(finding, origin.document, new_reads=new_reads, known=known):
-            if tries[0] <= 0:
-                return best
-            tries[0] -= 1
-            after = _count(_apply(new, patch), old, level, before)
-            if after <= before - len(group):
-                return patch
-            if after < before and best is None:
-                best = patch
+    for patch, after in _tried(group, new, old, level, tries):
+        if len(after) <= len(before) - len(group):
+            return patch
+        if len(after) < len(before):
+            best = best or patch
+        elif best is None and len(after) == len(before):
+            best = _both(patch, before, new, old, level, tries)
     return best
 
 
-def _count(changed: Schema | None, old: Schema, level: Level, before: int) -> int:
-    """The findings that are left; as many as before when the changed schema is none."""
-    try:
-        return before if changed is None else len(_findings(changed, old, level))
-    except TooComplex:
-        return before
+def _both(
+    patch: list[Operation], before: list[tuple[Finding, bool]], new: Schema, old: Schema, level: Level, tries: list[int]
+) -> list[Operation] | None:
+    """A patch that ended one finding and brought another one, with a second patch for that one. None when there is none."""
+    changed = _apply(new, patch)
+    if changed is None:
+        return None
+    known = {(finding.site, finding.rule) for finding, _ in before}
+    brought = [item for item in _findings(changed, old, level) if (item[0].site, item[0].rule) not in known]
+    for more, after in _tried(brought[:1], changed, old, level, tries):
+        if len(after) < len(before):
+            return [*patch, *more]
+    return None
+
+
+def _tried(
+    group: list[tuple[Finding, bool]], new: Schema, old: Schema, level: Level, tries: list[int]
+) -> Iterator[tuple[list[Operation], list[tuple[Finding, bool]]]]:
+    """Each candidate that makes a schema that can be read and compared, with the findings that are left."""
+    if new.origin is None:
+        return
+    known = _names(new)
+    for finding, new_reads in group:
+        for patch in candidates(finding, new.origin.document, new_reads=new_reads, known=known):
+            if tries[0] <= 0:
+                return
+            tries[0] -= 1
+            changed = _apply(new, patch)
+            with suppress(TooComplex):
+                if changed is not None:
+                    yield patch, _findings(changed, old, level)
 
 
 def _apply(schema: Schema, patch: Sequence[Operation]) -> Schema | None:

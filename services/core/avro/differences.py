@@ -19,13 +19,15 @@ _NUMBERS: Final = ("int", "long", "float", "double")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One reason. site: where the new schema has it, a JSON pointer. owned: whether that is in the new schema's own text.
+    """One reason. site: where the new schema has it, a JSON pointer. use: where it uses the type around it. owned: whether these
+    are in the new schema's own text.
 
     reader, writer: the two types, or the record around a field. field: of the reader. names: symbols, or fields of the writer.
     """
 
     rule: str
     site: str
+    use: str
     owned: bool
     reader: Schema
     writer: Schema
@@ -127,7 +129,7 @@ class _Walk:
         field: Field | None = None,
         names: tuple[str, ...] = (),
     ) -> None:
-        self.findings.append(Finding(rule, site, place.owned, reader, writer, message, field, names))
+        self.findings.append(Finding(rule, site, place.site, place.owned, reader, writer, message, field, names))
 
     def _explain_types(self, reader: Schema, writer: Schema, place: _Place) -> None:
         if writer.type in PROMOTIONS.get(reader.type, ()):
@@ -238,7 +240,9 @@ def _alike(reader: Schema, writer: Schema) -> bool:
     """Whether two types are meant to be the same: the same kind, and of named types the same name."""
     if reader.type != writer.type:
         return False
-    return not isinstance(reader, Named) or not isinstance(writer, Named) or same_name(reader, writer)
+    if not isinstance(reader, Named) or not isinstance(writer, Named):
+        return True
+    return same_name(reader, writer) or same_name(writer, reader)
 
 
 def _only(union: Union) -> Schema | None:

@@ -13,6 +13,8 @@ from services.core.avro.patch import Operation, PatchError, value_at
 from services.core.avro.schema import NO_DEFAULT, Enum, Field, Fixed, Named, Record, Schema, Union
 
 Patch = list[Operation]
+ELSEWHERE = "\0"
+"""In place of a namespace: none that a schema has, so that all names are written in full."""
 
 
 def candidates(finding: Finding, document: Json, *, new_reads: bool, known: set[str]) -> Iterator[Patch]:
@@ -28,8 +30,9 @@ def candidates(finding: Finding, document: Json, *, new_reads: bool, known: set[
         yield from _named(new, old, finding, document, new_reads=new_reads)
     if finding.rule.startswith("UNION_"):
         yield from _union(finding, old, context, new_reads=new_reads)
-    if finding.rule != "NAME_CHANGED":
-        yield from context.put_back(old, finding.site)
+    if finding.rule.startswith(("LOGICAL_", "DECIMAL_")) and not new_reads:
+        yield from _remove_branch(finding, document)
+    yield from context.put_back(old, finding.use)
 
 
 def _field(new: Schema, finding: Finding, item: Field, context: _Context, *, new_reads: bool) -> Iterator[Patch]:
@@ -72,19 +75,14 @@ class _Context:
 
     def render(self, schema: Schema) -> Json:
         """A type of the old schema as JSON for the new one: what that one has already is a name."""
-        return to_json(schema, set(self._known), "\0")
+        return to_json(schema, set(self._known), ELSEWHERE)
 
     def put_back(self, old: Schema, site: str) -> Iterator[Patch]:
         """The old type in place of the new one. First as the new document names it, then written out."""
-        if site == "" or not _is_type(site):
-            return
-        for value in (self.render(old), to_json(old, set(), "\0")):
+        if site == "" and type(old) is not Schema:
+            return  # that would be the whole old schema
+        for value in (self.render(old), to_json(old, set(), ELSEWHERE)):
             yield from _with_default(self.document, site, [_replace(site, value)])
-
-
-def _is_type(site: str) -> bool:
-    last = site.rpartition("/")[2]
-    return last in ("type", "items", "values") or last.isdecimal()
 
 
 def _add(path: str, value: Json) -> Operation:
@@ -136,7 +134,7 @@ def _put_field_back(new: Schema, item: Field, context: _Context) -> Iterator[Pat
         written["doc"] = item.doc
     if isinstance(new, Record):
         yield [_add(f"{new.pointer}/fields/-", written)]
-        yield [_add(f"{new.pointer}/fields/-", {**written, "type": to_json(item.type, set(), "\0")})]
+        yield [_add(f"{new.pointer}/fields/-", {**written, "type": to_json(item.type, set(), ELSEWHERE)})]
 
 
 def _remove_aliases(item: Field, names: tuple[str, ...]) -> Iterator[Patch]:
