@@ -28,7 +28,7 @@ class SchemaError(ValueError):
     """
 
     def __init__(self, path: str, message: str, line: int, column: int, file: str = "") -> None:
-        place = f"{path or '/'} (line {line}, column {column})"
+        place = f"line {line}, column {column}" + (f" ({path})" if path else "")
         super().__init__(f"{file}: {place}: {message}" if file else f"{place}: {message}")
         self.path = path
         self.message = message
