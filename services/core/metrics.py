@@ -542,6 +542,33 @@ AUTOSCALER_GROUP_FAILURES = Counter(
     ["group", "what", "reason"],
 )
 
+REGISTRY_REQUESTS = Counter("penstock_registry_requests", "Requests to the registry, by status.", ["status"])
+REGISTRY_REGISTRATIONS = Counter(
+    "penstock_registry_registrations",
+    "Schemas that clients registered, by outcome: new, known (nothing was stored), incompatible, invalid, read_only, failed.",
+    ["outcome"],
+)
+REGISTRY_ENTRIES = Gauge("penstock_registry_entries", "The last entry of the registry's log that this process knows.")
+REGISTRY_SCHEMAS = Gauge("penstock_registry_schemas", "Schemas with an id that this process knows.")
+REGISTRY_APPENDS = Counter(
+    "penstock_registry_appends",
+    "Attempts to append to the registry's log: stored; lost_race (another registry was faster); unknown (the store did not answer, "
+    "and it was tried again).",
+    ["outcome"],
+)
+REGISTRY_DAMAGED = Gauge(
+    "penstock_registry_objects_damaged",
+    "Stored objects that are missing or altered. While there are any, nothing is registered.",
+)
+REGISTRY_STORE_UP = Gauge("penstock_registry_store_up", "1 while the registry's store answers.")
+REGISTRY_KEYS_AGE = Gauge(
+    "penstock_registry_keys_age_seconds",
+    "Time since the keys in use last matched the keys file. A key that was revoked since then is still valid.",
+)
+REGISTRY_KEYS_FAILURES = Counter(
+    "penstock_registry_keys_load_failures", "Failed loads of the keys file by the registry. The log has the reason."
+)
+
 FLEET_EXPECTED = Gauge(
     "penstock_fleet_expected",
     "1 for each service that the pipe file needs. pipe: of expel and transform, the pipe that needs it; else empty.",

@@ -1,0 +1,307 @@
+"""The log of the registry: entries in create-only objects, one behind the other, shared by all registries of a store.
+
+Entry n is created only by a process that has applied all entries before it, and only one process can create it. So ids and
+versions that an entry claims are claimed once, in one order, without a gap. An entry is one object: it happens whole or not at
+all, whatever crashes. Who loses the race for a number reads the winner's entry and decides again.
+
+A segment (`entries.SEGMENT`) repeats entries in one object. It makes a start quick, and is a second copy of each entry.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from services.core import metrics
+from services.core.backoff import Backoff
+from services.core.lifecycle import wait_for_stop
+from services.registry.entries import (
+    SEGMENT,
+    Change,
+    Damaged,
+    Entry,
+    Stored,
+    entry_name,
+    make_segment,
+    missing,
+    read_entry,
+    read_segment,
+    segment_name,
+    store_entry,
+)
+from services.registry.objects import Objects, StoreUnavailable
+
+log = structlog.get_logger()
+
+WITHIN_S = 15.0
+"""The time limit for an append, repeats included."""
+VERIFY_EVERY_S = 3600.0
+MEND_EVERY_S = 5.0
+_WINDOW = 256
+_SEGMENTS_AT_ONCE = 16
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0
+
+
+class ObjectLog:
+    """The log, as this process knows it. apply: called with every entry, in order, once. begin: called before all entries are
+    applied again, after damage was mended.
+
+    number: of the last applied entry. damage: by object, why it is not usable; then nothing is appended, and what this process
+    knows may be incomplete (`incomplete`).
+    """
+
+    def __init__(self, objects: Objects, begin: Callable[[], None], apply: Callable[[Entry], None]) -> None:
+        self._objects, self._begin, self._apply = objects, begin, apply
+        self.damage: dict[str, str] = {}
+        self.incomplete = False
+        self.on_reload: Callable[[], None] = lambda: None
+        self.writing = asyncio.Lock()
+        """Held by the caller of `append` from its decision until the append."""
+        self._reading = asyncio.Lock()
+        self._skipped: set[int] = set()
+        self._pending: asyncio.Task[None] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.number, self._hash = 0, ""
+        self._hashes: list[str] = []
+        self._tail: list[Stored] = []
+
+    @property
+    def url(self) -> str:
+        """Of the store."""
+        return self._objects.url
+
+    async def load(self) -> None:
+        """Read everything, segments first. Damage is kept in `damage`, not raised. Raises StoreUnavailable."""
+        async with self._reading:
+            self.incomplete = True
+            self._begin()
+            self._reset()
+            self.damage, skipped = {}, self._skipped
+            skipped.clear()
+            await self._read_segments()
+            await self._read_entries(_WINDOW)
+            while behind := await self._objects.names_after(entry_name(self.number)):
+                before = self.number
+                await self._read_entries(_WINDOW)
+                if self.number == before:
+                    log.error("registry_gap", first=entry_name(self.number + 1), behind=len(behind))
+                    self._skip(self.number + 1, str(missing(entry_name(self.number + 1))))
+            self.incomplete = bool(skipped)
+            self._show_damage()
+
+    async def refresh(self) -> None:
+        """Apply what others appended before this call. Concurrent calls share a request. Raises StoreUnavailable, and Damaged
+        when an entry cannot be read, so that what this process knows is incomplete."""
+        if self._pending is None:
+            self._pending = asyncio.create_task(self._refresh(), name="refresh")
+            self._pending.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(self._pending)
+        if self.incomplete:
+            self.check()
+
+    async def _refresh(self) -> None:
+        async with self._reading:
+            self._pending = None  # a caller from now on may miss what is being read
+            await self._read_entries(1)
+
+    def check(self) -> None:
+        """Raises Damaged when an object is damaged."""
+        for text in self.damage.values():
+            raise Damaged(text)
+
+    async def append(self, changes: Sequence[Change], by: str, after: int) -> bool:
+        """Append an entry behind number `after`, on which the caller's decision rests; it is durable and applied when this
+        returns True. False: there is another entry already. Call `refresh` and decide again.
+
+        Repeats a request whose outcome is unknown with the same bytes: the object is then ours, or somebody else's, or still
+        absent. Raises StoreUnavailable (the entry may still appear) and Damaged.
+        """
+        self.check()
+        if self.number != after:
+            return False
+        entry = Entry(after + 1, time.time_ns() // 1_000_000, by, secrets.token_hex(8), self._hash, tuple(changes))
+        stored = store_entry(entry)
+        name = entry_name(entry.number)
+        won = await self._create(name, stored.content)
+        metrics.REGISTRY_APPENDS.labels("stored" if won else "lost_race").inc()
+        async with self._reading:
+            if won and self.number == entry.number - 1:
+                self._accept(stored)
+            if won and entry.number % SEGMENT == 0:
+                await self._write_segment()
+        return won
+
+    async def _create(self, name: str, content: bytes) -> bool:
+        retry = Backoff(_FIRST_WAIT, _LONGEST_WAIT)
+        end = asyncio.get_running_loop().time() + WITHIN_S
+        never = asyncio.Event()
+        while True:
+            try:
+                if await self._objects.create(name, content):
+                    return True
+                return (await self._objects.get([name]))[0] == content
+            except StoreUnavailable as error:
+                metrics.REGISTRY_APPENDS.labels("unknown").inc()
+                retry.fail()
+                if asyncio.get_running_loop().time() >= end:
+                    raise
+                log.warning(
+                    "registry_append_unknown", object=name, error=str(error), hint="the same entry is tried again"
+                )
+            await retry.wait(never)
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Verify every stored object once in a while, and load again when damage was mended. Until `stopping`."""
+        next_check = time.monotonic() + VERIFY_EVERY_S
+        while not stopping.is_set():
+            await wait_for_stop(stopping, MEND_EVERY_S)
+            if stopping.is_set():
+                return
+            try:
+                if self.damage:
+                    await self._mend()
+                elif time.monotonic() >= next_check:
+                    await self.verify()
+                    next_check = time.monotonic() + VERIFY_EVERY_S
+            except StoreUnavailable as error:
+                log.warning("registry_store_unavailable", error=str(error), hint="it is tried again")
+
+    async def verify(self) -> None:
+        """Read every stored entry again and compare it with what was applied. Sets `damage`. Raises StoreUnavailable."""
+        for first in range(1, self.number + 1, _WINDOW):
+            numbers = range(first, min(first + _WINDOW, self.number + 1))
+            found = await self._objects.get([entry_name(number) for number in numbers])
+            for number, content in zip(numbers, found, strict=True):
+                reason = self._compare(number, content)
+                if reason is not None:
+                    self._note(entry_name(number), reason)
+        self._show_damage()
+
+    def _compare(self, number: int, content: bytes | None) -> str | None:
+        name = entry_name(number)
+        if content is None:
+            return str(missing(name))
+        try:
+            stored = read_entry(name, number, content)
+        except Damaged as error:
+            return str(error)
+        known = self._hashes[number - 1]
+        return None if known in ("", stored.hash) else _replaced(number)
+
+    async def _mend(self) -> None:
+        """Look at the damaged objects again. When all are whole, apply everything again."""
+        names = list(self.damage)
+        for name, content in zip(names, await self._objects.get(names), strict=True):
+            folder, _, number = name.partition("/")
+            compare = self._compare if folder == "log" else _compare_segment
+            reason = compare(int(number), content)
+            if reason is not None:
+                self.damage[name] = reason
+                return
+        log.info("registry_mended", objects=names)
+        await self.load()
+        self.on_reload()
+
+    async def _read_segments(self) -> None:
+        number = 0
+        while True:
+            numbers = range(number, number + _SEGMENTS_AT_ONCE)
+            for one, content in zip(numbers, await self._objects.get([*map(segment_name, numbers)]), strict=True):
+                if content is None:
+                    return
+                await self._read_segment(one, content)
+            number += _SEGMENTS_AT_ONCE
+
+    async def _read_segment(self, number: int, content: bytes) -> None:
+        end = (number + 1) * SEGMENT
+        try:
+            entries = read_segment(number, content)
+        except Damaged as error:
+            self._note(segment_name(number), str(error))
+            await self._read_entries(SEGMENT, until=end)
+            while self.number < end:
+                self._skip(self.number + 1, str(missing(entry_name(self.number + 1))))
+            return
+        for stored in entries:
+            self._accept(stored)
+
+    async def _read_entries(self, window: int, until: int | None = None) -> None:
+        """Apply entries until one is missing. window: how many to ask for at first."""
+        while True:
+            first = self.number + 1
+            last = first + window if until is None else min(first + window, until + 1)
+            numbers = range(first, last)
+            if not numbers:
+                return
+            found = await self._objects.get([entry_name(number) for number in numbers])
+            for number, content in zip(numbers, found, strict=True):
+                if content is None:
+                    return
+                self._read_one(number, content)
+                if number % SEGMENT == 0:
+                    await self._write_segment()
+            window = min(_WINDOW, window * 8)
+
+    def _read_one(self, number: int, content: bytes) -> None:
+        try:
+            stored = read_entry(entry_name(number), number, content)
+        except Damaged as error:
+            self._skip(number, str(error))
+            return
+        self._accept(stored)
+
+    def _accept(self, stored: Stored) -> None:
+        entry = stored.entry
+        if self._hash and entry.previous != self._hash:
+            self._note(entry_name(entry.number - 1), _replaced(entry.number - 1))
+        if entry.number % SEGMENT == 1:
+            self._tail = []
+        self._apply(entry)
+        self.number, self._hash = entry.number, stored.hash
+        self._hashes.append(stored.hash)
+        self._tail.append(stored)
+        metrics.REGISTRY_ENTRIES.set(self.number)
+
+    def _skip(self, number: int, reason: str) -> None:
+        """Go on behind an entry that cannot be read: schemas in later ones can still be read by id."""
+        self._note(entry_name(number), reason)
+        self._skipped.add(number)
+        self.incomplete = True
+        self.number, self._hash = number, ""
+        self._hashes.append("")
+        self._tail.clear()
+
+    def _note(self, name: str, reason: str) -> None:
+        if name not in self.damage:
+            log.error("registry_object_damaged", object=name, reason=reason)
+        self.damage[name] = reason
+        self._show_damage()
+
+    def _show_damage(self) -> None:
+        metrics.REGISTRY_DAMAGED.set(len(self.damage))
+
+    async def _write_segment(self) -> None:
+        """A copy that the next start makes when this one fails."""
+        whole, self._tail = self._tail, []
+        if len(whole) < SEGMENT:
+            return
+        try:
+            await self._objects.create(segment_name(whole[-1].entry.number // SEGMENT - 1), make_segment(whole))
+        except StoreUnavailable as error:
+            log.warning("registry_segment_not_written", error=str(error), hint="the next start writes it")
+
+
+def _replaced(number: int) -> str:
+    return f"object {entry_name(number)} was replaced by another one. Try: restore it from a backup"
+
+
+def _compare_segment(number: int, content: bytes | None) -> str | None:
+    try:
+        read_segment(number, content or b"")
+    except Damaged as error:
+        return str(error)
+    return None
