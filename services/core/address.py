@@ -68,3 +68,17 @@ def _checked(text: str) -> str:
 
 Address = Annotated[str, AfterValidator(_checked)]
 """A field with text that `parse_address` accepts."""
+
+
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+
+
+def _host_names(text: str) -> str:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not all(_NAME.fullmatch(name) for name in names):
+        raise ValueError("names of hosts without a port are needed. Try: observer,observer.example.org")
+    return ",".join(names).lower()
+
+
+HostNames = Annotated[str, AfterValidator(_host_names)]
+"""A field with the names of a server, comma-separated, in lower case."""

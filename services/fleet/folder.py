@@ -63,6 +63,8 @@ class FleetState(msgspec.Struct, frozen=True):
     observer: str
     processes: list[ProcessState]
     keys: str | None = None
+    registry: str = ""
+    """The address of the registry; empty: none runs."""
     penstock: str = ""
     version: int = _VERSION
 

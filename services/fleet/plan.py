@@ -14,7 +14,7 @@ from services.fleet.ports import free_port
 from services.fleet.process import ServiceSpec
 from services.fleet.settings import UpSettings
 
-START_ORDER = ("observer", "retrier", "expel", "transform", "ingest", "autoscaler")
+START_ORDER = ("registry", "observer", "retrier", "expel", "transform", "ingest", "autoscaler")
 """Ingest starts after the services behind it, so that they are ready for its first event. Stopping uses the reverse order: the
 autoscaler ends first, so that it does not resize a stopping fleet."""
 
@@ -22,7 +22,7 @@ autoscaler ends first, so that it does not resize a stopping fleet."""
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
     """The processes of one fleet. data: absolute. broker: a URL. listen, observer: the addresses of ingest and the observer.
-    keys: the API keys that ingest reads, an absolute path, or None.
+    keys: the API keys that ingest reads, an absolute path, or None. registry: the address of the schema registry, or empty.
 
     pipes: the pipe file, or its copy in the fleet's snapshot.
     """
@@ -36,6 +36,7 @@ class FleetPlan:
     ready_within: float
     drain: float
     keys: str | None = None
+    registry: str = ""
 
 
 def broker_url(settings: UpSettings, kafka: str | None) -> str:
@@ -66,7 +67,12 @@ def make_plan(
     data = settings.data.absolute()
     token = str(data / OBSERVER_TOKEN_FILE)
     listen, observer = _with_port(settings.listen), _with_port(settings.observer)
-    services = [_spec("observer", 1, "services.observer", [*shared, "--listen", observer, "--token-file", token])]
+    registry = None if settings.registry is None else _with_port(settings.registry)
+    services = []
+    if registry is not None:
+        store = f"file://{quote(str(data / 'schemas'))}"
+        services.append(_spec("registry", 1, "services.registry", [*shared, "--listen", registry, "--store", store]))
+    services += [_spec("observer", 1, "services.observer", [*shared, "--listen", observer, "--token-file", token])]
     if has_retrier:
         services.append(_spec("retrier", 1, "services.global_retrier", shared))
     reach = ["--own-addresses", listen, "--allow-networks", settings.allow_networks]
@@ -100,6 +106,7 @@ def make_plan(
         settings.ready_within,
         settings.drain,
         keys,
+        registry or "",
     )
 
 

@@ -36,6 +36,11 @@ class UpSettings(Settings):
         description="host:port of the observer's API; beyond loopback it requires the token in the data folder's observer.token. "
         "Port 0: any free port.",
     )
+    registry: Address | None = Field(
+        None,
+        description="host:port of a schema registry, e.g. 127.0.0.1:8084, with its schemas in the data folder; absent: none runs. "
+        "Beyond loopback it needs PENSTOCK_REGISTRY_KEYS.",
+    )
     allow_networks: Annotated[str, AfterValidator(_networks)] = Field(
         "", description="Private networks that webhooks may reach, comma-separated; 127.0.0.0/8 for this machine."
     )
@@ -48,7 +53,7 @@ class UpSettings(Settings):
     ready_within: Duration = Field(240.0, description="How long the services may take to become ready.")
 
 
-SERVICES = ("ingest", "transform", "expel", "retrier", "observer", "autoscaler")
+SERVICES = ("ingest", "transform", "expel", "retrier", "observer", "autoscaler", "registry")
 OVERRULED = {
     ("ingest", "listen"): "up.listen",
     ("ingest", "reuse_port"): "up.ingest",
@@ -58,6 +63,8 @@ OVERRULED = {
     ("expel", "own_addresses"): "up.listen",
     ("autoscaler", "group_driver"): "up.autoscale",
     ("observer", "token_file"): "up.data",
+    ("registry", "listen"): "up.registry",
+    ("registry", "store"): "up.data",
     ("autoscaler", "observer"): "up.observer",
     ("autoscaler", "observer_token_file"): "up.data",
     ("autoscaler", "targets"): "up.data",

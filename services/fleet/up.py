@@ -47,6 +47,8 @@ async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> Asyn
     await asyncio.to_thread(check_port_free, settings.listen, "ingest", "--listen")
     await asyncio.to_thread(check_port_free, settings.management, "the supervisor", "--management")
     await asyncio.to_thread(check_port_free, settings.observer, "the observer", "--observer")
+    if settings.registry is not None:
+        await asyncio.to_thread(check_port_free, settings.registry, "the registry", "--registry")
     async with AsyncExitStack() as stack:
         await asyncio.to_thread(stack.enter_context, hold_folder(settings.data.absolute()))
         kafka = None
@@ -109,6 +111,8 @@ def _print_running(fleet: Fleet) -> None:
     print_note(f"  broker  {plan.broker}")
     print_note(f"  lag and loss, live: http://{plan.observer}/")
     print_note(f"  destinations, with all dead letters so far: http://{plan.observer}/v1/destinations")
+    if plan.registry:
+        print_note(f"  schemas: http://{plan.registry}/")
     for process in fleet.processes:
         print_note(f"  {process.spec.name:<12} pid {process.pid}  http://{process.management}/metrics  {process.log}")
     print_note("  Ctrl-C drains and stops. Try: penstock status")

@@ -1,23 +1,13 @@
 """Settings of the observer."""
 
-import re
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from services.core.address import Address
+from services.core.address import Address, HostNames
 from services.core.settings import Settings
 from services.core.units import Duration
-
-_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
-
-
-def _names(text: str) -> str:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not all(_NAME.fullmatch(name) for name in names):
-        raise ValueError("names of hosts without a port are needed. Try: observer,observer.example.org")
-    return ",".join(names).lower()
 
 
 class ObserverSettings(Settings):
@@ -34,7 +24,7 @@ class ObserverSettings(Settings):
         description="A file with one token per line, not readable by others. A client with a token may announce planned actions "
         "and, beyond loopback, read. Required beyond loopback.",
     )
-    names: Annotated[str, AfterValidator(_names)] = Field(
+    names: HostNames = Field(
         "",
         description="Host names under which clients beyond loopback reach it, comma-separated; IP addresses are always accepted.",
     )

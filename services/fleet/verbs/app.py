@@ -64,6 +64,7 @@ PANELS = {
         "scaling",
         "apply",
         "keys",
+        "schemas",
         "log",
         "backup",
     ),

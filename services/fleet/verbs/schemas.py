@@ -1,0 +1,288 @@
+"""`penstock schemas`: registers, checks, compares and shows Avro schemas. Status 1: a schema would break a reader."""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+import uvloop
+from rich.text import Text
+
+from services.core.avro.compatibility import Level
+from services.core.avro.json_document import SchemaError
+from services.core.avro.parsing import parse_schema
+from services.core.units import format_count
+from services.fleet.console import OUT, make_table, print_note
+from services.fleet.dead.view import plain
+from services.fleet.problem import CommandFailed, unreadable_file
+from services.fleet.registry_client import Registry, ask, find_registry
+from services.fleet.verbs.app import APP, AsJson, Data, example
+from services.fleet.verbs.send import read_api_key
+
+SCHEMAS = typer.Typer(help="Avro schemas of streams, in the registry: register, check, compare.", no_args_is_help=True)
+APP.add_typer(SCHEMAS, name="schemas")
+
+INCOMPATIBLE = 1
+_IMPORT = re.compile(r'^\s*import\s+(?:idl|protocol|schema)\s+"([^"]+)"\s*;', re.MULTILINE)
+_PROTOCOLS = {".avpr": "avpr", ".avdl": "avdl"}
+
+RegistryUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--registry",
+        envvar="PENSTOCK_REGISTRY",
+        help="The registry's URL; absent: that of the fleet on --data.",
+    ),
+]
+KeyFile = Annotated[Path | None, typer.Option("--key-file", help="A file with the API key; or set PENSTOCK_KEY.")]
+SubjectName = Annotated[
+    str | None,
+    typer.Option(
+        "--subject", help="The subject, e.g. clicks-value for the stream clicks; absent: the type's full name."
+    ),
+]
+SchemaFile = Annotated[Path, typer.Argument(help="A schema (.avsc) or a whole protocol (.avpr, .avdl).")]
+
+
+@SCHEMAS.command(
+    epilog=example(
+        "penstock schemas push click.avsc --subject clicks-value\n"
+        "penstock schemas push shop.avdl --registry http://registry:8084 --key-file registry.key"
+    )
+)
+def push(
+    file: SchemaFile,
+    subject: SubjectName = None,
+    registry: RegistryUrl = None,
+    key_file: KeyFile = None,
+    data: Data = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """Register a schema, or all types of a protocol: all or nothing. A schema that is there already stays as it is.
+
+    Status 0 when it is registered, 1 when it is incompatible, 2 when the file is wrong.
+    """
+    target, text = _target(registry, key_file, data), _read(file)
+    language = _PROTOCOLS.get(file.suffix)
+    if language is not None:
+        body = {"text": text, "language": language, "imports": _read_imports(file)}
+        status, answer = uvloop.run(ask(target, "POST", "/v1/protocols", body, accept=[409]))
+    else:
+        body = {"schema": text, "subject": subject or _full_name(file, text)}
+        status, answer = uvloop.run(ask(target, "POST", "/v1/schemas", body, accept=[409]))
+    if status == 409:
+        _refuse(answer, as_json=as_json)
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    if language is not None:
+        for one in answer["types"]:
+            OUT.print(Text(f"{one['subject']} version {one['version']}, id {one['id']}"))
+        return
+    was = "" if answer["new"] else ", was there already"
+    OUT.print(Text(f"{answer['subject']} version {answer['version']}, id {answer['id']}{was}"))
+    print_note(f"fingerprint {answer['fingerprint']}", "dim")
+
+
+@SCHEMAS.command(
+    epilog=example("penstock schemas check click.avsc --subject clicks-value\npenstock schemas check click.avsc --json")
+)
+def check(
+    file: Annotated[Path, typer.Argument(help="A schema (.avsc).")],
+    subject: SubjectName = None,
+    registry: RegistryUrl = None,
+    key_file: KeyFile = None,
+    data: Data = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """Check whether a schema could be registered; nothing is stored. For CI, before a producer is deployed.
+
+    Status 0 when it could, 1 when it is incompatible, 2 when the file is wrong.
+    """
+    text = _read(file)
+    body = {"schema": text, "subject": subject or _full_name(file, text)}
+    _, answer = uvloop.run(ask(_target(registry, key_file, data), "POST", "/v1/check", body))
+    if not answer["compatible"]:
+        _refuse(answer, as_json=as_json)
+    if as_json:
+        typer.echo(json.dumps(answer))
+    else:
+        print_note(f"{answer['subject']}: compatible, level {answer['level']}", "green")
+
+
+@SCHEMAS.command(
+    epilog=example(
+        "penstock schemas diff old.avsc new.avsc\npenstock schemas diff clicks-value@1 new.avsc --level FULL"
+    )
+)
+def diff(
+    old: Annotated[str, typer.Argument(help="A file, or SUBJECT@VERSION, or SUBJECT@latest.")],
+    new: Annotated[str, typer.Argument(help="As OLD.")],
+    level: Annotated[str, typer.Option("--level", help="BACKWARD, FORWARD or FULL: what must not break.")] = "BACKWARD",
+    registry: RegistryUrl = None,
+    key_file: KeyFile = None,
+    data: Data = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """Show the differences of two schemas that break a reader, each with a fix.
+
+    Status 0 when the level allows the change, 1 when it does not, 2 when a file is wrong.
+    """
+    if level.upper() not in (Level.BACKWARD, Level.FORWARD, Level.FULL):
+        raise CommandFailed(f"{level} is no level here", "--level BACKWARD, FORWARD or FULL", status=2)
+    body = {"from": _side(old), "to": _side(new)}
+    target = _target(registry, key_file, data)
+    _, answer = uvloop.run(ask(target, "POST", "/v1/diff", body))
+    allowed = answer["levels"][level.upper()]
+    if as_json:
+        typer.echo(json.dumps({**answer, "compatible": allowed}))
+    else:
+        print_differences(answer["differences"])
+        same = (
+            "the schemas are the same"
+            if answer["same"]
+            else f"{level.upper()}: {'allowed' if allowed else 'not allowed'}"
+        )
+        print_note(same, "green" if allowed else "red")
+    if not allowed:
+        raise typer.Exit(INCOMPATIBLE)
+
+
+@SCHEMAS.command("list", epilog=example("penstock schemas list\npenstock schemas list --json"))
+def list_subjects(
+    registry: RegistryUrl = None, key_file: KeyFile = None, data: Data = Path("data"), as_json: AsJson = False
+) -> None:
+    """List the subjects with their latest version, and the streams and pipes that use them."""
+    _, answer = uvloop.run(ask(_target(registry, key_file, data), "GET", "/v1/subjects"))
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    columns = ("subject", "version", "id", "type", "level", "streams", "pipes")
+    table = make_table(*columns, right=["version", "id"], text=["streams", "pipes"])
+    for one in answer["subjects"]:
+        latest = one["latest"]
+        level = one["level"] + ("" if one["own_level"] else " (default)")
+        cells = (one["subject"], str(latest["version"]), str(latest["id"]), latest["name"], level)
+        table.add_row(*cells, ", ".join(one["streams"]), ", ".join(one["pipes"]))
+    OUT.print(table)
+    print_note(f"{format_count(len(answer['subjects']), 'subject')}; the default level is {answer['level']}", "dim")
+
+
+@SCHEMAS.command(
+    epilog=example("penstock schemas show clicks-value\npenstock schemas show clicks-value@2 > click.avsc")
+)
+def show(
+    subject: Annotated[
+        str, typer.Argument(help="SUBJECT: its versions. SUBJECT@VERSION or SUBJECT@latest: the schema.")
+    ],
+    registry: RegistryUrl = None,
+    key_file: KeyFile = None,
+    data: Data = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """List the versions of a subject, or print the schema of one."""
+    name, _, version = subject.partition("@")
+    _, answer = uvloop.run(ask(_target(registry, key_file, data), "GET", f"/v1/subjects/{quote(name, safe='')}"))
+    if version:
+        one = _find_version(answer, version)
+        typer.echo(json.dumps(one) if as_json else _pretty(one["schema"]))
+        return
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    columns = ("version", "id", "fingerprint", "type", "registered", "by", "deprecated")
+    table = make_table(*columns, right=["version", "id"], text=["deprecated"], below=["fingerprint"])
+    for one in answer["versions"]:
+        note = Text(plain(one["note"] or "yes") if one["deprecated"] else "", style="yellow")
+        cells = (str(one["version"]), str(one["id"]), one["fingerprint"], one["name"], one["registered"], one["by"])
+        table.add_row(*cells, note)
+    OUT.print(table)
+    print_note(f"level {answer['level']}, mode {answer['mode']}", "dim")
+
+
+def print_differences(differences: Sequence[dict[str, Any]]) -> None:
+    """Each with its place, rule, reason and fix; in colours on a terminal."""
+    for one in differences:
+        version = one.get("version")
+        against = "" if version is None else f" against version {version}"
+        breaks = f" breaks {one['breaks']}" if one["breaks"] else " breaks nothing"
+        style = "bold red" if one["breaks"] else "bold"
+        OUT.print(Text.assemble((one["path"] or "/", style), f"{against}  ", (one["rule"], "cyan"), (breaks, "dim")))
+        OUT.print(Text(f"  {plain(one['message'])}"))
+        if one["reader"] is not None or one["writer"] is not None:
+            OUT.print(Text(f"  - writer {json.dumps(one['writer'])}", style="red"))
+            OUT.print(Text(f"  + reader {json.dumps(one['reader'])}", style="green"))
+        for step in one["fix"] or []:
+            OUT.print(Text.assemble(("  fix    ", "bold"), json.dumps(step)))
+
+
+def _refuse(answer: dict[str, Any], *, as_json: bool) -> None:
+    """Show why a schema is incompatible, and end. Raises typer.Exit."""
+    if as_json:
+        typer.echo(json.dumps({"compatible": False, **answer}))
+    else:
+        print_differences(answer["differences"])
+        print_note(f"incompatible: {format_count(len(answer['differences']), 'difference')}", "red")
+    raise typer.Exit(INCOMPATIBLE)
+
+
+def _target(registry: str | None, key_file: Path | None, data: Path) -> Registry:
+    return find_registry(registry, read_api_key(key_file, os.environ), data)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CommandFailed(f"{file} is not UTF-8", "a text file", status=2) from error
+    except OSError as error:
+        raise unreadable_file(file, error) from error
+
+
+def _read_imports(file: Path) -> dict[str, str]:
+    """The files that a file imports, and that those import, by their paths from its folder."""
+    found: dict[str, str] = {}
+    rest = [file] if file.suffix == ".avdl" else []
+    while rest:
+        one = rest.pop()
+        for named in _IMPORT.findall(_read(one)):
+            path = one.parent / named
+            location = os.path.relpath(path, file.parent)
+            if location not in found:
+                found[location] = _read(path)
+                rest += [path] if path.suffix == ".avdl" else []
+    return found
+
+
+def _full_name(file: Path, text: str) -> str:
+    try:
+        return parse_schema(text).full_name
+    except SchemaError as error:
+        raise CommandFailed(f"{file}: {error}", "--subject, if the schema has references", status=2) from error
+
+
+def _side(text: str) -> dict[str, Any]:
+    name, at, version = text.rpartition("@")
+    if at and not Path(text).exists():
+        return {"subject": name, "version": int(version) if version.isdigit() else version}
+    return {"schema": _read(Path(text))}
+
+
+def _find_version(answer: dict[str, Any], version: str) -> dict[str, Any]:
+    latest: dict[str, Any] = answer["latest"]
+    if version == "latest":
+        return latest
+    found = [one for one in answer["versions"] if str(one["version"]) == version]
+    if not found:
+        raise CommandFailed(
+            f"{answer['subject']} has no version {version}", f"1 to {len(answer['versions'])}", status=2
+        )
+    return dict(found[0])
+
+
+def _pretty(schema: str) -> str:
+    return json.dumps(json.loads(schema), indent=2, ensure_ascii=False)

@@ -1,0 +1,113 @@
+"""The registry as a service: the log of schemas, the APIs, the page, a management port. It needs no broker."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import structlog
+from aiohttp import web
+
+from services.core import metrics
+from services.core.address import is_loopback, parse_address
+from services.core.backoff import Backoff
+from services.core.expected import show_expected
+from services.core.lifecycle import Supervision
+from services.core.management import serve_management
+from services.core.pipes import load_pipes
+from services.core.startup import Readiness, tune_garbage_collector
+from services.core.yaml_source import BadConfiguration, Problem
+from services.registry.catalog import Catalog
+from services.registry.confluent_api import ConfluentApi
+from services.registry.fast_reads import Reads, serve_reads
+from services.registry.http import MAX_BODY_BYTES, Access, answer, watch_keys
+from services.registry.object_log import ObjectLog
+from services.registry.objects import StoreUnavailable, open_objects
+from services.registry.own_api import OwnApi
+from services.registry.page import add_page, load_files
+from services.registry.registrar import Registrar
+from services.registry.settings import RegistrySettings
+
+OPENAPI = Path(__file__).with_name("openapi.json")
+
+log = structlog.get_logger()
+
+
+async def start(settings: RegistrySettings, supervision: Supervision) -> None:
+    """Run until the stop; there is nothing to drain. Raises BadConfiguration, OSError."""
+    pipes = await asyncio.to_thread(load_pipes, settings.pipes)
+    show_expected(pipes, ledger=settings.ledger)
+    loopback = is_loopback(parse_address(settings.listen)[0])
+    access = Access(frozenset(settings.names.split(",")) - {""}, loopback=loopback)
+    keys = watch_keys(settings.keys, access) if settings.keys is not None else None
+    if keys is not None:
+        await keys.load()
+    elif not loopback:
+        message = f"other machines can reach {settings.listen}, so clients need keys. Try: --keys keys.yaml"
+        raise BadConfiguration([Problem("registry", "keys", message)])
+    openapi, page = await asyncio.to_thread(OPENAPI.read_bytes), await asyncio.to_thread(load_files)
+    readiness, stopping = Readiness(), supervision.stopping
+    catalog = Catalog()
+    entries = ObjectLog(open_objects(settings.store), catalog.clear, catalog.apply)
+    registrar = Registrar(catalog, entries)
+    reads = Reads(catalog, access)
+
+    def forget() -> None:
+        registrar.forget()
+        reads.forget()
+
+    entries.on_reload = forget
+    async with AsyncExitStack() as stack:
+        management = await stack.enter_async_context(serve_management(settings.management, readiness.why_not))
+        log.info("started", management=management)
+        if not await load_when_reachable(entries, readiness, stopping):
+            return
+        log.info("loaded", store=entries.url, entries=entries.number, schemas=len(catalog.by_id))
+        tune_garbage_collector()
+        if keys is not None:
+            supervision.run(keys.run(stopping), "keys")
+        checking = supervision.run(entries.run(stopping), "store")
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[answer, access.check])
+        app.add_routes([*ConfluentApi(registrar).routes(), *OwnApi(registrar, pipes, openapi).routes()])
+        add_page(app, page)
+        address = await stack.enter_async_context(_listen(settings.listen, app, reads))
+        log.info("listening", address=address)
+        readiness.check, readiness.reason = lambda: _why_not_ready(entries), None
+        await stopping.wait()
+        readiness.reason = "stopping"
+        await checking
+
+
+async def load_when_reachable(entries: ObjectLog, readiness: Readiness, stopping: asyncio.Event) -> bool:
+    """Load the log, again and again until the store answers. False: `stopping` came first."""
+    retry = Backoff(0.2, 5.0)
+    while not stopping.is_set():
+        try:
+            await entries.load()
+        except StoreUnavailable as error:
+            metrics.REGISTRY_STORE_UP.set(0)
+            readiness.set_reason(f"the store cannot be read: {error}")
+            if retry.fail():
+                log.warning("store_unavailable", error=str(error), hint="it is tried again")
+            await retry.wait(stopping)
+        else:
+            metrics.REGISTRY_STORE_UP.set(1)
+            return True
+    return False
+
+
+def _why_not_ready(entries: ObjectLog) -> str | None:
+    if entries.incomplete:
+        return next(iter(entries.damage.values()), "the store is being read again")
+    return None
+
+
+@asynccontextmanager
+async def _listen(listen: str, app: web.Application, reads: Reads) -> AsyncIterator[str]:
+    try:
+        async with serve_reads(app, reads, listen) as bound:
+            yield bound
+    except OSError as error:
+        raise OSError(
+            f"{listen}: {error.strerror}. Try: another --listen, or end the process that listens there"
+        ) from error

@@ -1,0 +1,387 @@
+"""Decides what a client may register, and appends it to the log.
+
+A decision rests on the state after a certain entry. If another registry appends meanwhile, the append does not happen, and the
+decision is made again from the new state. So no two processes can both believe that theirs is version 7.
+"""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import msgspec
+import orjson
+
+from services.core import metrics
+from services.core.avro.compatibility import Difference, Level, check
+from services.core.avro.json_document import SchemaError
+from services.core.avro.parsing import parse_schema
+from services.core.avro.resolution import TooComplex
+from services.core.avro.schema import Array, Map, Named, Record, Union
+from services.core.avro.schema import Schema as AvroSchema
+from services.registry import problems
+from services.registry.catalog import Catalog, Schema, Subject, Version
+from services.registry.entries import (
+    AddProtocol,
+    AddSchema,
+    AddVersion,
+    Change,
+    Deprecate,
+    Reference,
+    SetLevel,
+    SetMode,
+)
+from services.registry.object_log import ObjectLog
+from services.registry.problems import Refused
+
+LEVELS = tuple(level.value for level in Level)
+MODES = ("READWRITE", "READONLY")
+MAX_REFERENCES = 100
+MAX_DEPTH = 20
+_SUBJECT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
+_PARSED = 4096
+_RACES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A schema that a client sent. text: as it will be stored if it is new."""
+
+    parsed: AvroSchema
+    text: str
+    references: tuple[Reference, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Whether a schema is compatible. against: the number of the version for each difference."""
+
+    differences: tuple[tuple[Difference, int | None], ...]
+
+    @property
+    def compatible(self) -> bool:
+        """Whether nothing breaks."""
+        return not self.differences
+
+    def as_json(self) -> list[dict[str, object]]:
+        """The differences, each with the version that it is about."""
+        return [{**found.to_json(), "version": version} for found, version in self.differences]
+
+    def as_text(self) -> str:
+        """Field, rule and fix of each, for a person."""
+        return " ".join(describe(found, version) for found, version in self.differences[:5])
+
+
+def describe(found: Difference, version: int | None = None) -> str:
+    """One difference in a sentence: where, the rule, what breaks, and the patch."""
+    where = found.path or "/"
+    against = "" if version is None else f" against version {version}"
+    fix = f" Fix: {orjson.dumps(found.fix).decode()}." if found.fix else ""
+    return f"{where}{against}, rule {found.rule}: {found.message.rstrip('.')}.{fix}"
+
+
+def check_subject(name: str) -> str:
+    """The name without the prefix of the default context. Raises Refused."""
+    name = name.removeprefix(":.:")
+    if not _SUBJECT.fullmatch(name):
+        detail = "A subject has 1 to 255 letters, digits, dots, hyphens and underscores. It begins with a letter, digit or _."
+        raise Refused(problems.BAD_NAME, detail)
+    return name
+
+
+class Registrar:
+    """Reads and changes the catalogue through the log."""
+
+    def __init__(self, catalog: Catalog, log: ObjectLog) -> None:
+        self.catalog, self.log = catalog, log
+        self._parse = lru_cache(maxsize=_PARSED)(self._parse_stored)
+
+    def forget(self) -> None:
+        """The catalogue was read again."""
+        self._parse.cache_clear()
+
+    # Schemas.
+
+    async def read(self, text: str, references: Sequence[Reference] = (), *, normalize: bool = False) -> Candidate:
+        """Parse what a client sent. Raises Refused."""
+        if references and not self._known(references):
+            await self.log.refresh()
+        named = self._named(references)
+        return await asyncio.to_thread(_read, text, named, tuple(references), normalize)
+
+    def parsed(self, schema: Schema) -> AvroSchema:
+        """A stored schema, with what it references."""
+        return self._parse(schema.id)
+
+    def _parse_stored(self, schema_id: int) -> AvroSchema:
+        stored = self.catalog.by_id[schema_id].stored
+        return parse_schema(stored.schema, named=self._named(stored.references))
+
+    def _known(self, references: Sequence[Reference]) -> bool:
+        return all(self._find(reference) is not None for reference in references)
+
+    def _find(self, reference: Reference) -> Schema | None:
+        subject = self.catalog.subjects.get(reference.subject)
+        if subject is None or not 1 <= reference.version <= len(subject.versions):
+            return None
+        return subject.versions[reference.version - 1].schema
+
+    def _named(self, references: Sequence[Reference]) -> Mapping[str, AvroSchema]:
+        """All named types in the schemas that are referenced."""
+        if len(references) > MAX_REFERENCES:
+            raise Refused(problems.BAD_REFERENCE, f"A schema has at most {MAX_REFERENCES} references.")
+        named: dict[str, AvroSchema] = {}
+        for reference in references:
+            schema = self._find(reference)
+            if schema is None:
+                target = f"version {reference.version} of {reference.subject}"
+                raise Refused(problems.BAD_REFERENCE, f"{reference.name} refers to {target}. Register it first.")
+            for found in named_types(self.parsed(schema)):
+                named.setdefault(found.full_name, found)
+        return named
+
+    # Registrations.
+
+    async def find(self, candidate: Candidate) -> Schema | None:
+        """The schema with the same fingerprint, which may have been registered elsewhere a moment ago."""
+        found = self.catalog.by_fingerprint.get(candidate.parsed.fingerprint)
+        if found is None:
+            await self.log.refresh()
+            found = self.catalog.by_fingerprint.get(candidate.parsed.fingerprint)
+        return found
+
+    async def register(self, subject: str, candidate: Candidate, by: str) -> Version:
+        """The version that has this schema, a new one if there is none. Raises Refused, StoreUnavailable, Damaged."""
+        known = self._version_of(subject, candidate)
+        if known is not None:
+            metrics.REGISTRY_REGISTRATIONS.labels("known").inc()
+            return known
+
+        async def decide() -> Sequence[Change]:
+            if self._version_of(subject, candidate) is not None:
+                return ()
+            self._check_writable(subject)
+            await self._check_compatible(subject, candidate)
+            return self._changes_for(subject, candidate, {})
+
+        outcome = "failed"
+        try:
+            outcome = "new" if await self._commit(decide, by) else "known"
+        except Refused as error:
+            outcome = {problems.INCOMPATIBLE: "incompatible", problems.NOT_PERMITTED: "read_only"}.get(
+                error.kind, "invalid"
+            )
+            raise
+        finally:
+            metrics.REGISTRY_REGISTRATIONS.labels(outcome).inc()
+        version = self._version_of(subject, candidate)
+        assert version is not None, subject
+        return version
+
+    async def register_protocol(
+        self, protocol: AddProtocol, types: Sequence[tuple[str, Candidate]], by: str
+    ) -> list[Version]:
+        """Register every type of a protocol under its subject, and the text: all or nothing. Raises as `register`."""
+
+        async def decide() -> Sequence[Change]:
+            new_ids: dict[str, int] = {}
+            changes: list[Change] = []
+            placed: list[tuple[str, int]] = []
+            found: list[tuple[Difference, int | None]] = []
+            for subject, candidate in types:
+                version = self._version_of(subject, candidate)
+                if version is not None:
+                    placed.append((subject, version.number))
+                    continue
+                self._check_writable(subject)
+                found += (await self.judge(subject, candidate)).differences
+                changes += self._changes_for(subject, candidate, new_ids, protocol.name)
+                added = changes[-1]
+                assert isinstance(added, AddVersion), subject
+                placed.append((subject, added.version))
+            if found:
+                raise _incompatible(f"{protocol.name} was not registered.", Judgement(tuple(found)))
+            known = self.catalog.protocols.get(protocol.name, [])
+            if not changes and known and known[-1].stored.sha256 == protocol.sha256:
+                return ()
+            stored = msgspec.structs.replace(protocol, version=len(known) + 1, types=tuple(placed))
+            return [*changes, stored]
+
+        await self._commit(decide, by)
+        versions = [self._version_of(subject, candidate) for subject, candidate in types]
+        return [version for version in versions if version is not None]
+
+    async def judge(self, subject: str, candidate: Candidate, level: str | None = None) -> Judgement:
+        """Against the versions that the level asks for. Deprecated versions do not count. Raises Refused."""
+        found = self.catalog.subjects.get(subject)
+        existing = [] if found is None else current_versions(found)
+        return await self.compare(candidate, existing, level or self.catalog.level_of(subject))
+
+    async def compare(self, candidate: Candidate, existing: Sequence[Version], level: str) -> Judgement:
+        """Against these versions, oldest first. Raises Refused."""
+        chosen = Level(level)
+        if not existing or chosen is Level.NONE:
+            return Judgement(())
+        schemas = [self.parsed(version.schema) for version in existing]
+        try:
+            differences = await asyncio.to_thread(check, chosen, candidate.parsed, schemas)
+        except TooComplex as error:
+            raise Refused(problems.BAD_SCHEMA, str(error)) from error
+        return Judgement(tuple((one, _against(one, existing)) for one in differences))
+
+    async def differences(self, old: AvroSchema, new: AvroSchema) -> list[Difference]:
+        """Everything that differs. Raises Refused."""
+        try:
+            return await asyncio.to_thread(check, Level.FULL, new, [old])
+        except TooComplex as error:
+            raise Refused(problems.BAD_SCHEMA, str(error)) from error
+
+    # Settings.
+
+    async def set_level(self, subject: str | None, level: str | None, by: str) -> None:
+        """Set a level; None: the default applies again. Raises Refused."""
+        if level is not None and level not in LEVELS:
+            raise Refused(problems.BAD_LEVEL, f"The level is none of {', '.join(LEVELS)}.")
+        await self._set(SetLevel(subject, level), lambda: self._own(subject, "level") == level, by)
+
+    async def set_mode(self, subject: str | None, mode: str | None, by: str) -> None:
+        """Set a mode; None: the default applies again. Raises Refused."""
+        if mode is not None and mode not in MODES:
+            raise Refused(problems.BAD_MODE, f"The mode is none of {', '.join(MODES)}.")
+        await self._set(SetMode(subject, mode), lambda: self._own(subject, "mode") == mode, by)
+
+    async def deprecate(self, change: Deprecate, by: str) -> None:
+        """Mark versions. Raises nothing when they are marked already."""
+
+        def is_so() -> bool:
+            subject = self.catalog.subjects[change.subject]
+            chosen = [one for one in subject.versions if change.version in (None, one.number)]
+            return all((one.deprecated, one.note) == (change.deprecated, change.note) for one in chosen)
+
+        await self._set(change, is_so, by)
+
+    def _own(self, subject: str | None, what: str) -> str | None:
+        holder = self.catalog if subject is None else self.catalog.subjects.get(subject)
+        return None if holder is None else getattr(holder, what)
+
+    async def _set(self, change: Change, is_so: Callable[[], bool], by: str) -> None:
+        async def decide() -> Sequence[Change]:
+            return () if is_so() else (change,)
+
+        await self._commit(decide, by)
+
+    # The log.
+
+    async def _commit(self, decide: Callable[[], Awaitable[Sequence[Change]]], by: str) -> bool:
+        """Append what `decide` returns from the newest state. False: nothing had to be appended."""
+        async with self.log.writing:
+            for _ in range(_RACES):
+                await self.log.refresh()
+                self.log.check()
+                after = self.log.number
+                changes = await decide()
+                if not changes:
+                    return False
+                if await self.log.append(changes, by, after):
+                    return True
+        raise Refused(problems.STORE_UNAVAILABLE, "Other registries were always faster. Nothing was stored. Try again.")
+
+    def _version_of(self, subject: str, candidate: Candidate) -> Version | None:
+        schema = self.catalog.by_fingerprint.get(candidate.parsed.fingerprint)
+        found = self.catalog.subjects.get(subject)
+        return None if schema is None or found is None else found.find(schema.id)
+
+    def _changes_for(
+        self, subject: str, candidate: Candidate, new_ids: dict[str, int], protocol: str = ""
+    ) -> list[Change]:
+        """new_ids: by fingerprint, the ids that earlier changes of the same entry claim."""
+        parsed = candidate.parsed
+        schema = self.catalog.by_fingerprint.get(parsed.fingerprint)
+        changes: list[Change] = []
+        schema_id = new_ids.get(parsed.fingerprint) if schema is None else schema.id
+        if schema_id is None:
+            schema_id = new_ids[parsed.fingerprint] = self.catalog.next_id + len(new_ids)
+            changes.append(
+                AddSchema(
+                    schema_id,
+                    parsed.fingerprint,
+                    parsed.parsing_sha256,
+                    f"{parsed.crc64:016x}",
+                    parsed.full_name,
+                    candidate.text,
+                    candidate.references,
+                )
+            )
+        found = self.catalog.subjects.get(subject)
+        number = 1 if found is None else len(found.versions) + 1
+        return [*changes, AddVersion(subject, number, schema_id, protocol)]
+
+    def _check_writable(self, subject: str) -> None:
+        if self.catalog.mode_of(subject) == "READONLY":
+            raise Refused(problems.NOT_PERMITTED, f"The mode of {subject} is READONLY.")
+
+    async def _check_compatible(self, subject: str, candidate: Candidate) -> None:
+        judgement = await self.judge(subject, candidate)
+        if not judgement.compatible:
+            level = self.catalog.level_of(subject)
+            raise _incompatible(f"{subject} has the level {level}.", judgement)
+
+
+def current_versions(subject: Subject) -> list[Version]:
+    """The versions that count: those that are not deprecated."""
+    return [version for version in subject.versions if not version.deprecated]
+
+
+def latest_version(subject: Subject) -> Version | None:
+    """The newest version that is not deprecated; if all are, the newest."""
+    current = current_versions(subject) or subject.versions
+    return current[-1] if current else None
+
+
+def named_types(schema: AvroSchema) -> list[AvroSchema]:
+    """Every named type in a schema, each once."""
+    found: dict[str, AvroSchema] = {}
+    rest = [schema]
+    while rest:
+        one = rest.pop()
+        match one:
+            case Named() if one.full_name in found:
+                continue
+            case Record():
+                rest += [item.type for item in one.fields]
+            case Array():
+                rest.append(one.items)
+            case Map():
+                rest.append(one.values)
+            case Union():
+                rest += one.branches
+        if isinstance(one, Named):
+            found[one.full_name] = one
+    return list(found.values())
+
+
+def _read(text: str, named: Mapping[str, AvroSchema], references: tuple[Reference, ...], normalize: bool) -> Candidate:
+    try:
+        parsed = parse_schema(text, named=named)
+        _ = parsed.fingerprint, parsed.parsing_sha256, parsed.crc64  # on this thread
+    except SchemaError as error:
+        place = {"path": error.path, "line": error.line, "column": error.column}
+        raise Refused(problems.BAD_SCHEMA, str(error), **place) from error
+    if normalize:
+        text = orjson.dumps(parsed.to_json()).decode()
+        references = ()
+    return Candidate(parsed, text, references)
+
+
+def read_text(parsed: AvroSchema) -> Candidate:
+    """A type of a protocol, as a schema of its own. Raises Refused."""
+    return _read(orjson.dumps(parsed.to_json()).decode(), {}, (), normalize=False)
+
+
+def _against(found: Difference, existing: Sequence[Version]) -> int:
+    return existing[found.against].number
+
+
+def _incompatible(what: str, judgement: Judgement) -> Refused:
+    return Refused(problems.INCOMPATIBLE, f"{what} {judgement.as_text()}", differences=judgement.as_json())
