@@ -552,13 +552,13 @@ REGISTRY_ENTRIES = Gauge("penstock_registry_entries", "The last entry of the reg
 REGISTRY_SCHEMAS = Gauge("penstock_registry_schemas", "Schemas with an id that this process knows.")
 REGISTRY_APPENDS = Counter(
     "penstock_registry_appends",
-    "Attempts to append to the registry's log: stored; lost_race (another registry was faster); unknown (the store did not answer, "
-    "and it was tried again).",
+    "Attempts to append to the registry's log: stored; lost_race (another registry was faster); unknown (no answer, and it was "
+    "tried again).",
     ["outcome"],
 )
 REGISTRY_DAMAGED = Gauge(
     "penstock_registry_objects_damaged",
-    "Stored objects that are missing or altered. While there are any, nothing is registered.",
+    "Stored objects that are missing or altered. Meanwhile nothing is registered.",
 )
 REGISTRY_STORE_UP = Gauge("penstock_registry_store_up", "1 while the registry's store answers.")
 REGISTRY_KEYS_AGE = Gauge(

@@ -83,13 +83,8 @@ class ObjectLog:
             self.damage, skipped = {}, self._skipped
             skipped.clear()
             await self._read_segments()
-            await self._read_entries(_WINDOW)
             while behind := await self._objects.names_after(entry_name(self.number)):
-                before = self.number
-                await self._read_entries(_WINDOW)
-                if self.number == before:
-                    log.error("registry_gap", first=entry_name(self.number + 1), behind=len(behind))
-                    self._skip(self.number + 1, str(missing(entry_name(self.number + 1))))
+                await self._read_to(int(behind[-1].rpartition("/")[2]))
             self.incomplete = bool(skipped)
             self._show_damage()
 
@@ -106,7 +101,7 @@ class ObjectLog:
     async def _refresh(self) -> None:
         async with self._reading:
             self._pending = None  # a caller from now on may miss what is being read
-            await self._read_entries(1)
+            await self._read_new()
 
     def check(self) -> None:
         """Raises Damaged when an object is damaged."""
@@ -207,52 +202,56 @@ class ObjectLog:
         self.on_reload()
 
     async def _read_segments(self) -> None:
-        number = 0
-        while True:
-            numbers = range(number, number + _SEGMENTS_AT_ONCE)
-            for one, content in zip(numbers, await self._objects.get([*map(segment_name, numbers)]), strict=True):
-                if content is None:
-                    return
-                await self._read_segment(one, content)
-            number += _SEGMENTS_AT_ONCE
+        names = await self._objects.names_after("segments/")
+        for first in range(0, len(names), _SEGMENTS_AT_ONCE):
+            some = names[first : first + _SEGMENTS_AT_ONCE]
+            for name, content in zip(some, await self._objects.get(some), strict=True):
+                await self._read_segment(name, content or b"")
 
-    async def _read_segment(self, number: int, content: bytes) -> None:
-        end = (number + 1) * SEGMENT
+    async def _read_segment(self, name: str, content: bytes) -> None:
+        number = int(name.rpartition("/")[2])
+        await self._read_to(number * SEGMENT)
         try:
             entries = read_segment(number, content)
         except Damaged as error:
-            self._note(segment_name(number), str(error))
-            await self._read_entries(SEGMENT, until=end)
-            while self.number < end:
-                self._skip(self.number + 1, str(missing(entry_name(self.number + 1))))
+            self._note(name, str(error))
+            await self._read_to((number + 1) * SEGMENT)
             return
         for stored in entries:
             self._accept(stored)
 
-    async def _read_entries(self, window: int, until: int | None = None) -> None:
-        """Apply entries until one is missing. window: how many to ask for at first."""
+    async def _read_to(self, last: int) -> None:
+        """Apply all entries up to this one, which must exist."""
+        while self.number < last:
+            numbers = range(self.number + 1, min(self.number + _WINDOW, last) + 1)
+            found = await self._objects.get([entry_name(number) for number in numbers])
+            for number, content in zip(numbers, found, strict=True):
+                await self._read_one(number, content)
+
+    async def _read_new(self) -> None:
+        """Apply the entries that others have appended: mostly none, so it asks for one at first."""
+        window = 1
         while True:
-            first = self.number + 1
-            last = first + window if until is None else min(first + window, until + 1)
-            numbers = range(first, last)
-            if not numbers:
-                return
+            numbers = range(self.number + 1, self.number + 1 + window)
             found = await self._objects.get([entry_name(number) for number in numbers])
             for number, content in zip(numbers, found, strict=True):
                 if content is None:
                     return
-                self._read_one(number, content)
-                if number % SEGMENT == 0:
-                    await self._write_segment()
+                await self._read_one(number, content)
             window = min(_WINDOW, window * 8)
 
-    def _read_one(self, number: int, content: bytes) -> None:
+    async def _read_one(self, number: int, content: bytes | None) -> None:
+        name = entry_name(number)
         try:
-            stored = read_entry(entry_name(number), number, content)
+            if content is None:
+                raise missing(name)
+            stored = read_entry(name, number, content)
         except Damaged as error:
             self._skip(number, str(error))
             return
         self._accept(stored)
+        if number % SEGMENT == 0:
+            await self._write_segment()
 
     def _accept(self, stored: Stored) -> None:
         entry = stored.entry

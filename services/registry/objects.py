@@ -159,7 +159,11 @@ class Bucket:
         within = timedelta(seconds=TIMEOUT_S)
         store = from_url(
             url,
-            client_options={"timeout": within, "connect_timeout": within},
+            client_options={
+                "timeout": within,
+                "connect_timeout": within,
+                "allow_http": True,
+            },  # as AWS_ENDPOINT_URL says
             retry_config={"max_retries": 0, "retry_timeout": within},
         )
         assert isinstance(store, S3Store | GCSStore | AzureStore), url

@@ -1,0 +1,107 @@
+"""The registry's store under kill -9, lost answers and power cuts: no duplicate, no gap, no loss."""
+
+import asyncio
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.registry import object_log
+from services.registry.entries import entry_name
+from services.registry.objects import Bucket, Objects, StoreUnavailable, open_objects
+from tests.faults.registry_child import make_schema, open_registrar
+from tests.faults.registry_storm import run_storm, s3_environ
+from tests.support.object_store import BUCKET, ObjectStoreServer
+
+DEADLINE = 300
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStoreServer]:
+    with ObjectStoreServer(tmp_path_factory.mktemp("s3")) as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_environ(server).items():
+            patch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture(params=["folder", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A store of its own for each test."""
+    if request.param == "folder":
+        return f"file://{tmp_path}/store"
+    request.getfixturevalue("s3")
+    return f"s3://{BUCKET}/{tmp_path.name}-{random.randrange(1 << 30)}"
+
+
+def test_killed_registries_leave_no_duplicate_no_gap_and_no_loss(url: str) -> None:
+    """If it fails, two schemas share an id, or a client's version is gone. tests/faults/registry_storm.py is the long form."""
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    storm = run_storm(url, seed, registrations=80, kill_after=8)
+    assert storm.kills >= 5, "the fault never bit"
+
+
+async def test_of_concurrent_creators_one_succeeds(url: str) -> None:
+    """If it fails, two registries both believe that an id is theirs."""
+    stores = [open_objects(url) for _ in range(8)]
+    for number in range(1, 6):
+        contents = [b"%d" % index * 1000 for index in range(len(stores))]
+        won = await asyncio.gather(
+            *(store.create(entry_name(number), content) for store, content in zip(stores, contents, strict=True))
+        )
+        assert sum(won) == 1
+        assert await stores[0].get([entry_name(number)]) == [contents[won.index(True)]]
+    assert await stores[0].names_after(entry_name(3)) == [entry_name(4), entry_name(5)]
+    assert await stores[0].get([entry_name(6)]) == [None]
+
+
+async def test_a_lost_answer_of_s3_is_found_again(s3: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a registration whose answer was lost is refused as incompatible with itself, or gets a second id."""
+    monkeypatch.setattr(object_log, "_FIRST_WAIT", 0.01)
+    registrar = await open_registrar(f"s3://{BUCKET}/lost-{random.randrange(1 << 30)}")
+    lost = [True, False, True]
+    s3.lose = lambda method, _path: method == "PUT" and bool(lost) and lost.pop(0)
+    versions = [
+        await registrar.register("s", await registrar.read(make_schema("a", number)), "") for number in range(3)
+    ]
+    assert not lost
+    assert [version.schema.id for version in versions] == [1, 2, 3]
+
+
+async def test_a_store_that_is_away_is_an_error_and_heals(
+    s3: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it fails, a registry hangs while its bucket is away, or says that a schema is not there."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    away: Objects = Bucket(f"s3://{BUCKET}/away")
+    with pytest.raises(StoreUnavailable, match="away"):
+        await away.get([entry_name(1)])
+    with pytest.raises(StoreUnavailable):
+        await away.create(entry_name(1), b"x")
+
+
+def test_an_object_is_synced_before_anybody_can_see_it(tmp_path: Path) -> None:
+    """If it fails, a power cut takes an id that a client was given, and the next schema gets the same one."""
+    assert shutil.which("strace"), "nothing proves the syncs. Try: apt-get install strace"
+    trace, url = tmp_path / "trace", f"file://{tmp_path}/store"
+    child = [sys.executable, "-m", "tests.faults.registry_child", url, "p", "5", "2"]
+    options = ["-f", "-qq", "-y", "-e", "trace=fsync,link,linkat,write", "-o", str(trace)]
+    subprocess.run(["strace", *options, *child], check=True, timeout=DEADLINE, stdout=subprocess.PIPE)
+    steps: list[str] = []
+    for line in trace.read_text().splitlines():
+        if re.search(r"fsync\(\d+<[^>]*/log/\.new-", line):
+            steps.append("file synced")
+        elif re.search(r"link(at)?\(.*/log/\.new-", line):
+            steps.append("linked")
+        elif re.search(r"fsync\(\d+<[^>]*/log>", line):
+            steps.append("folder synced")
+        elif "write(1<" in line and "number" in line:
+            steps.append("answered")
+    told = " ".join(steps)
+    assert told.count("answered") == 5
+    assert re.fullmatch(r"(file synced linked folder synced (folder synced )*answered ?)+", told), told
