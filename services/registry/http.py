@@ -213,9 +213,7 @@ def require_manage(request: web.Request, subject: str | None) -> None:
     if not isinstance(key, ApiKey):
         return
     if "manage" not in key.scopes:
-        raise Refused(
-            problems.SCOPE_MISSING, "The key lacks the scope manage. Try: penstock keys create --scope manage"
-        )
+        raise Refused(problems.SCOPE_MISSING, "The key lacks the scope manage. Try: penstock keys create --manage")
     if subject is None and EVERY_STREAM not in key.streams:
         raise Refused(problems.SCOPE_MISSING, "Only a key for every stream may change the defaults of all subjects.")
     if subject is not None and not covers(request, subject):
