@@ -44,7 +44,8 @@ class Reads:
 
     def __init__(self, catalog: Catalog, access: Access, clock: Callable[[], float] = time.time) -> None:
         self._catalog, self._access, self._clock = catalog, access, clock
-        self._known: dict[bytes, tuple[bytes, bytes]] = {}
+        self._known: dict[bytes, tuple[bytes, bytes, float]] = {}
+        """With the time at which the client's key expires."""
         self._bytes = 0
         self._ring = access.ring
         self._second, self._date = 0, b""
@@ -60,16 +61,17 @@ class Reads:
         if self._ring is not self._access.ring:
             self._ring = self._access.ring
             self.forget()
+        now = self._clock()
         found = self._known.get(request) or self._build(request)
-        if found is None:
+        if found is None or now >= found[2]:
             return None
-        second = int(self._clock())
+        second = int(now)
         if second != self._second:
             self._second, self._date = second, formatdate(second, usegmt=True).encode()
         self._answered.inc()
         return found[0] + self._date + found[1]
 
-    def _build(self, request: bytes) -> tuple[bytes, bytes] | None:
+    def _build(self, request: bytes) -> tuple[bytes, bytes, float] | None:
         head = read_head(request)
         if head is None:
             return None
@@ -80,12 +82,13 @@ class Reads:
         except Refused:
             return None
         answer = self._find(path, key)
-        if answer is not None:
-            if len(self._known) >= MAX_KNOWN or self._bytes >= MAX_KNOWN_BYTES:
-                self.forget()
-            self._known[request] = answer
-            self._bytes += len(request) + len(answer[1])
-        return answer
+        if answer is None:
+            return None
+        if len(self._known) >= MAX_KNOWN or self._bytes >= MAX_KNOWN_BYTES:
+            self.forget()
+        found = self._known[request] = (*answer, float("inf") if key is None else key.until)
+        self._bytes += len(request) + len(answer[1])
+        return found
 
     def _find(self, path: bytes, key: ApiKey | None) -> tuple[bytes, bytes] | None:
         catalog, schema = self._catalog, None

@@ -14,7 +14,7 @@ from aiohttp import BasicAuth, web
 from services.core import metrics
 from services.core.address import LOOPBACK_NAMES, is_loopback_authority, is_named_authority
 from services.core.file_watch import FileWatch
-from services.core.keys import EVERY_STREAM, ApiKey, KeyRing, load_keys
+from services.core.keys import EVERY_STREAM, PREFIX, ApiKey, KeyRing, load_keys
 from services.core.problem_type import CONTENT_TYPE, problem_json
 from services.core.yaml_source import MAX_FILE_BYTES, BadConfiguration
 from services.registry import problems
@@ -150,6 +150,8 @@ class Access:
     async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Raises Refused for another host's name (DNS rebinding) and without a valid key."""
         self.check_host(request.url.raw_authority)
+        if any(value.startswith(f"{PREFIX}_") for value in request.query.values()):
+            raise Refused(problems.NO_VALID_KEY, "Proxies log URLs, so the key in this one must be revoked.")
         request[KEY] = self.authenticate(request.headers.getall("Authorization", []))
         return await handler(request)
 

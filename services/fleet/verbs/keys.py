@@ -70,6 +70,9 @@ def create(
         list[str], typer.Option("--stream", help="A stream that the key may send to; repeat it for more; '*': all.")
     ],
     name: Annotated[str, typer.Option("--name", help="The owner of the key.")] = "",
+    manage: Annotated[
+        bool, typer.Option("--manage", help="The key may also register schemas of these streams.")
+    ] = False,
     rate: Annotated[
         int | None, typer.Option("--rate", min=1, help="The most events per second, per ingest process.")
     ] = None,
@@ -86,7 +89,14 @@ def create(
     """Create an API key. It is printed once, on stdout; only its hash is stored."""
     until = None if expires is None else _read_end(expires)
     try:
-        token, entry = make_key(streams=stream, name=name, rate=rate, created=_now(), expires=until)
+        token, entry = make_key(
+            streams=stream,
+            scopes=["ingest", "manage"] if manage else ["ingest"],
+            name=name,
+            rate=rate,
+            created=_now(),
+            expires=until,
+        )
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         field = problem["loc"][0]

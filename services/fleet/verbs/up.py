@@ -31,6 +31,7 @@ def up(
     data: Annotated[Value, _option("data", "--data")] = None,
     listen: Annotated[Value, _option("listen", "--listen")] = None,
     observer: Annotated[Value, _option("observer", "--observer")] = None,
+    registry: Annotated[Value, _option("registry", "--registry")] = None,
     allow_networks: Annotated[Value, _option("allow_networks", "--allow-networks")] = None,
     ingest: Annotated[Value, _option("ingest", "--ingest")] = None,
     expel: Annotated[Value, _option("expel", "--expel")] = None,
