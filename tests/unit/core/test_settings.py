@@ -58,8 +58,10 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
     environ = {"PENSTOCK_INGEST_MAX_BODY": "-1MB", "PENSTOCK_INGEST_WAITT": "1s"}
     assert mistakes(["--config", str(file), "--workers", "0"], environ) == [
         "PENSTOCK_INGEST_WAITT: unknown setting",
-        f"{file}:3: ingset: unknown section. Try one of: "
-        "autoscaler, expel, fleet, ingest, observer, registry, retrier, transform, up",
+        (
+            f"{file}:3: ingset: unknown section. Try one of: "
+            "autoscaler, expel, fleet, ingest, observer, registry, retrier, transform, up"
+        ),
         f"{file}:2: fleet.brocker: unknown key. Try one of: broker, ledger, log_level, pipes",
         f"{file}:6: ingest.acks: unknown key. Try one of: drain, management, max_body, open_to_all, wait, workers",
         "PENSTOCK_INGEST_MAX_BODY: a size with a unit is needed (B, KB, MB, GB, KiB, MiB, GiB). Try: 1MB",
