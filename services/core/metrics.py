@@ -235,7 +235,7 @@ EXPEL_FILTERED = Counter(
 )
 EXPEL_TOMBSTONES = Counter(
     "penstock_expel_tombstones",
-    "Records without a value in a topic of others, which are skipped.",
+    "Records without a value, which are skipped: of a topic of others, or tombstones of a compacted stream.",
     ["pipe", "destination"],
 )
 EXPEL_INHERITED = Counter(
@@ -593,6 +593,11 @@ FLEET_RESTARTS = Counter("penstock_fleet_restarts", "Processes that died and wer
 LOG_RETENTION_BEHIND = Gauge(
     "penstock_log_retention_behind_seconds",
     "Embedded log: difference between the clock that retention uses and the system's clock, which is ahead.",
+)
+LOG_COMPACTED = Counter(
+    "penstock_log_compacted_records",
+    "Embedded log: records that compaction removed, because a newer one of their key or a tombstone replaced them.",
+    ["topic"],
 )
 FLEET_LOG_LINES_LOST = Counter(
     "penstock_fleet_log_lines_lost", "Lines of a process that could not be written to its log file.", ["log"]

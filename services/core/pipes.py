@@ -63,7 +63,17 @@ class Stream(StrictModel):
         "Absent: as many as partitions.",
         examples=[2],
     )
-    retention: Duration = Field(7 * 86400.0, description="How long events are kept.", examples=["30d"])
+    retention: Duration = Field(
+        7 * 86400.0,
+        description="How long events are kept. With `compact`: how long also those that a newer event of their key replaced.",
+        examples=["30d"],
+    )
+    compact: bool = Field(
+        False,
+        description="Keep the newest event of each key for ever: the stream is a table (docs/tables.md). Each event needs a key. "
+        "Not on Kinesis. Cannot be changed later.",
+        examples=[True],
+    )
     id: Place | None = Field(
         None,
         description="Payload field with the event id. Without this key in the pipe file, or without the field in the event: "
@@ -124,7 +134,7 @@ class Stream(StrictModel):
             if headers := [name for name, place in places.items() if isinstance(place, FromHeader)]:
                 raise ValueError(f"{headers[0]}: only a topic of others has headers. Try: a field of the payload")
             return self
-        if found := sorted(self.model_fields_set & {"partitions", "max_partitions", "shards", "retention"}):
+        if found := sorted(self.model_fields_set & {"partitions", "max_partitions", "shards", "retention", "compact"}):
             raise ValueError(f"{found[0]} and topic exclude each other: whoever owns the topic decides about it")
         fields = [name for name, place in places.items() if isinstance(place, str)]
         if self.format != "json" and fields:
@@ -143,10 +153,11 @@ class Stream(StrictModel):
             return self
         if self.max_partitions < self.partitions:
             raise ValueError(f"max_partitions {self.max_partitions} is less than {self.partitions} partitions")
-        if self.key is not None:
+        if self.key is not None or self.compact:
+            other = "compact" if self.compact else "key"
             raise ValueError(
-                "max_partitions and key exclude each other: more partitions would break the order of keys. Try: more partitions "
-                "from the beginning, without max_partitions"
+                f"max_partitions and {other} exclude each other: more partitions would break the order of keys. Try: more "
+                "partitions from the beginning, without max_partitions"
             )
         return self
 

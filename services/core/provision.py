@@ -124,12 +124,15 @@ def wanted_topics(pipes: PipeFile, *, has_retrier: bool = False) -> list[TopicSp
     """Every topic of the pipe file, streams first. has_retrier: include the retrier's topics even if the file needs none."""
     specs: dict[str, TopicSpec] = {}
 
-    def add(topic: str, retention_s: float | None, partitions: int = 1, shards: int | None = None) -> None:
+    def add(
+        topic: str, retention_s: float | None, partitions: int = 1, shards: int | None = None, *, compact: bool = False
+    ) -> None:
         retention_ms = None if retention_s is None else int(retention_s * 1000)
-        specs.setdefault(topic, TopicSpec(topic, partitions, retention_ms=retention_ms, shards=shards))
+        spec = TopicSpec(topic, partitions, retention_ms=retention_ms, shards=shards, compact=compact)
+        specs.setdefault(topic, spec)
 
     for name, stream in own_streams(pipes).items():
-        add(name, stream.retention, stream.partitions, stream.shards)
+        add(name, stream.retention, stream.partitions, stream.shards, compact=stream.compact)
     for name, pipe in pipes.pipes.items():
         sources = [pipes.streams[source] for source in pipe.sources]
         retention = max(source.retention for source in sources)
@@ -169,8 +172,8 @@ async def ensure_topics(
 
     recorder: without one nothing is recorded, and new streams count as keyed.
 
-    Raises NoSuchTopics, TooFewPartitions without `grow`, and UnsafeTopic when an existing topic can lose acknowledged events; all
-    before any change. Raises BrokerError kinds; after those, call again.
+    Raises NoSuchTopics, TooFewPartitions without `grow`, and UnsafeTopic when an existing topic can lose acknowledged events, or is
+    compacted and should not be, or the other way round; all before any change. Raises BrokerError kinds; after those, call again.
     """
     existing = await admin.topics()
     if absent := find_absent(existing, pipes):
@@ -184,6 +187,7 @@ async def ensure_topics(
     if lacking and not grow:
         raise TooFewPartitions(lacking, () if recorder is None else await recorder.find_keyless())
     await admin.check_durability([spec.name for spec in specs if spec.name in existing])
+    await check_compaction(admin, pipes, existing)
     # A stream is marked before it can have an event, so the topic of the marks comes first.
     records = [spec for spec in specs if spec.name in (AUDIT, CONTROL)]
     created = await _create(admin, records, existing)
@@ -203,6 +207,31 @@ async def ensure_topics(
 def find_absent(existing: Collection[str], pipes: PipeFile) -> dict[str, str]:
     """The topics of others that are not there, by their names in the fleet. existing: the topics that are."""
     return {name: topic for name, topic in existing_topics(pipes).names.items() if name not in existing}
+
+
+async def check_compaction(admin: Admin, pipes: PipeFile, existing: Collection[str]) -> None:
+    """Raises UnsafeTopic when the broker cannot compact, or an existing stream is compacted and the file says otherwise: a table
+    would lack what was removed before, or a stream would lose events that it should keep."""
+    streams = own_streams(pipes)
+    wanted = {name for name, stream in streams.items() if stream.compact}
+    if wanted and (why := admin.why_not_compact) is not None:
+        raise UnsafeTopic([(name, "compact", why) for name in sorted(wanted)])
+    present = {name for name in streams if name in existing}
+    compacted = await admin.compacted(present)
+    problems = [(name, "compact", _NOT_COMPACTED) for name in sorted((wanted & present) - compacted)]
+    problems += [(name, "compact", _IS_COMPACTED) for name in sorted(compacted - wanted)]
+    if problems:
+        raise UnsafeTopic(problems)
+
+
+_NOT_COMPACTED = (
+    "the topic exists and is not compacted, so the newest event of a key may be gone already. Try: a stream with another name, "
+    "and a pipe that copies this one into it"
+)
+_IS_COMPACTED = (
+    "the topic exists and is compacted, so it loses events that a newer one of their key replaces. Try: compact: true, or a "
+    "stream with another name"
+)
 
 
 async def _grow(admin: Admin, topic: str, wanted: int) -> None:

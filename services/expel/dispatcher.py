@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import backoff
+from prometheus_client import Counter
 
 from services.core import metrics
 from services.core.broker.contract import Broker
@@ -27,7 +28,7 @@ from services.core.topic_names import parked_topic, retry_topic
 from services.expel.dedup import RetryTakeover, RetryTopicFilter
 from services.expel.delivery import Delivery, Rendered, Unreadable
 from services.expel.metrics import LaneMetrics
-from services.expel.output_filter import OutputFilter
+from services.expel.output_filter import Chosen, OutputFilter, split_tombstones
 from services.expel.pause import PauseFollower, PauseState
 from services.expel.retry_policy import Outcome, RetryLimits, RetryPolicy, RetrySchedule
 from services.expel.send_queue import COMMIT_PARTS, WINDOW, InFlightLimit, RequestLimits, SendQueue
@@ -62,7 +63,7 @@ class LaneConfig:
     a time, including its retries. timeout: seconds of one request; 0 for a stream. version: of the pipe's definition. siblings:
     the pipe's destinations, including this one; the lane counts events of other destinations in its retry and parked topics.
     None: another lane counts them. outputs: None where the pipe has one output only. others: the sources that are topics of
-    others.
+    others. takes_tombstones: its stream is compacted.
     """
 
     pipe: str
@@ -82,6 +83,7 @@ class LaneConfig:
     siblings: frozenset[str] | None = None
     outputs: OutputFilter | None = None
     others: frozenset[str] = frozenset()
+    takes_tombstones: bool = False
 
     @property
     def reach(self) -> int:
@@ -221,8 +223,7 @@ class Dispatcher:
     def accept(self, batch: Batch) -> None:
         self.ledger.record_read(batch)
         # Before the search for retries of the previous owner, whose records have no header of outputs.
-        kept = self._settle_tombstones(batch)
-        mine = None if kept is None else self._settle_other_outputs(kept)
+        mine = self._settle_filtered(batch)
         taken_over = {} if mine is None else self._takeover.find(mine)
         rest = self._settle_taken_over(mine, taken_over) if mine is not None and taken_over else mine
         if rest is None:
@@ -236,29 +237,25 @@ class Dispatcher:
         self._check_uncommitted()  # events of others and copies are settled at once, and fill the lane too
         self._pump()
 
-    def _settle_other_outputs(self, batch: Batch) -> Batch | None:
-        """Settle the events that are in other outputs than the destination's. Returns the others."""
-        outputs = self._config.outputs
-        if outputs is None or batch.damage is not None or batch.topic in self._filters:
+    def _settle_filtered(self, batch: Batch) -> Batch | None:
+        """Settle the tombstones, and the events that are in other outputs than the destination's. Returns the others."""
+        if batch.damage is not None or batch.topic in self._filters:
             return batch
-        mine, others = outputs.choose(batch)
-        if others is not None:
-            self._metrics.count(metrics.EXPEL_FILTERED, len(others.records))
-            self.ledger.add("filtered", others.records)
-            self.tracker.settle(batch.source, others.offsets)
+        mine: Batch | None = batch
+        of_others = batch.topic in self._config.others
+        if of_others or not self._config.takes_tombstones:
+            mine = self._settle_others(split_tombstones(batch, of_others=of_others), metrics.EXPEL_TOMBSTONES)
+        if mine is not None and self._config.outputs is not None:
+            mine = self._settle_others(self._config.outputs.choose(mine), metrics.EXPEL_FILTERED)
         return mine
 
-    def _settle_tombstones(self, batch: Batch) -> Batch | None:
-        """Settle the tombstones of a topic of others. Returns the other records."""
-        if batch.topic not in self._config.others or batch.damage is not None:
-            return batch
-        skipped = {offset for offset, record in zip(batch.offsets, batch.records, strict=True) if record.value is None}
-        if not skipped:
-            return batch
-        self._metrics.count(metrics.EXPEL_TOMBSTONES, len(skipped))
-        self.ledger.add("filtered", [record for record in batch.records if record.value is None])
-        self.tracker.settle(batch.source, sorted(skipped))
-        return batch.without(skipped)
+    def _settle_others(self, chosen: Chosen, counter: Counter) -> Batch | None:
+        mine, others = chosen
+        if others is not None:
+            self._metrics.count(counter, len(others.records))
+            self.ledger.add("filtered", others.records)
+            self.tracker.settle(others.source, others.offsets)
+        return mine
 
     def _settle_taken_over(self, batch: Batch, taken_over: Mapping[int, Span]) -> Batch | None:
         """Settle events that the previous owner wrote to the retry topic (by offset: when they are due). Returns the others."""

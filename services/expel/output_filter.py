@@ -1,14 +1,17 @@
-"""Which events of a transform's output topic a destination gets, when the transform has several outputs.
+"""Which events of a topic a destination gets.
 
-The transform has evaluated the filters and named the outputs in a header of each record (`event.OUTPUTS`). So a filter costs
-expel one look at the last header of an event, and each destination still has one position in one topic.
+When a transform has several outputs, the transform has evaluated the filters and named the outputs in a header of each record
+(`event.OUTPUTS`). So a filter costs expel one look at the last header of an event, and each destination still has one position
+in one topic.
+
+A tombstone of a compacted stream says that a key is gone. Only another compacted stream gets it: no body has a form for it.
 """
 
 from collections.abc import Collection
 from typing import NamedTuple
 
 from services.core.broker.record import Batch, Record
-from services.core.event import OUTPUTS
+from services.core.event import ID, OUTPUTS
 from services.core.pipes import Destination, Pipe
 
 _MAX_REMEMBERED = 10_000
@@ -69,6 +72,20 @@ class OutputFilter:
             if len(self._known) < _MAX_REMEMBERED:
                 self._known[outputs] = known
         return known
+
+
+def split_tombstones(batch: Batch, *, of_others: bool = False) -> Chosen:
+    """The others are tombstones: records with a key and an event id, and without a value; in a topic of others, all without a
+    value. Not for a batch with damage."""
+    gone = [
+        index
+        for index, record in enumerate(batch.records)
+        if record.value is None and (of_others or (record.key is not None and record.header(ID)))
+    ]
+    if not gone:
+        return Chosen(batch, None)
+    offsets = {batch.offsets[index] for index in gone}
+    return Chosen(batch.without(offsets), _batch(batch, sorted(offsets), [batch.records[index] for index in gone]))
 
 
 def _batch(batch: Batch, offsets: list[int], records: list[Record]) -> Batch | None:

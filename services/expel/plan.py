@@ -69,7 +69,7 @@ class LanePlan:
     """One destination of one pipe, with its signing keys and credentials.
 
     removed: names of destinations that the pipe no longer has. former: the lanes whose events and positions it gets, by
-    `renamed_from` and `removed`. others: the streams that it reads whose topics are others'.
+    `renamed_from` and `removed`. others: the streams that it reads whose topics are others'. compacted: its stream is.
     """
 
     pipe_name: str
@@ -80,6 +80,7 @@ class LanePlan:
     removed: frozenset[str] = frozenset()
     former: tuple[str, ...] = ()
     others: frozenset[str] = frozenset()
+    compacted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
             frozenset(lane.partition("/")[2] for lane in removed if lane.startswith(f"{name}/")),
             tuple(old for old, choice in removed.items() if choice.deliver_to == lane_name(name, destination.name)),
             frozenset(delivery_topics(name, pipe)) & existing.names.keys(),
+            destination.stream is not None and pipes.streams[destination.stream].compact,
         )
         for name, pipe in pipes.pipes.items()
         if not settings.serve or name in settings.serve
@@ -214,7 +216,7 @@ class LaneBuilder:
             sender = TopicSender(self._producer, destination.topic, plan.pipe_name)
         else:
             assert destination.stream is not None
-            sender = StreamSender(self._producer, self.marker, destination.stream)
+            sender = StreamSender(self._producer, self.marker, destination.stream, compact=plan.compacted)
         throttle = SendThrottle(plan.pipe_name, destination.name, config.rate, sheds=config.retry.uses_retry_topic)
         metrics.ledger.set_breaker(lambda: throttle.state)
 
@@ -316,6 +318,7 @@ class LaneBuilder:
                 max_events=max(settings.lane_events, MAX_EVENTS),
                 max_bytes=max(self._lane_bytes, MAX_BYTES),
                 serial=True,
+                takes_tombstones=plan.compacted,
             )
         batch = webhook.batch
         return make(

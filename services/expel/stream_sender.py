@@ -5,6 +5,7 @@ the payload, and the attributes as headers) or only the key and the payload.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from services.core import event
 from services.core.broker.errors import BrokerError, RecordTooLarge
@@ -24,18 +25,21 @@ MAX_EVENTS = 1000
 MAX_BYTES = 900_000
 """One append of the broker layer."""
 _NO_LIMIT = 1 << 62
+_KEY = attrgetter("key")
 
 
 class StreamSender:
     """Every failure of the broker is recoverable, except for a record that is too large. marker: marks the stream as keyed
-    before it gets its first event with a key; None for a topic of others."""
+    before it gets its first event with a key; None for a topic of others. compact: the stream is compacted, so it takes
+    tombstones, and only events with keys."""
 
-    def __init__(self, producer: Producer, marker: KeyMarker | None, topic: str) -> None:
+    def __init__(self, producer: Producer, marker: KeyMarker | None, topic: str, *, compact: bool = False) -> None:
         self._producer, self._marker, self._topic = producer, marker, topic
+        self._renderer = _CompactedRenderer() if compact else _ValueRenderer()
 
     def render(self, batch: Batch) -> Rendered:
         """The parts are the values."""
-        return render(batch, _ValueRenderer(), max_part=_NO_LIMIT)
+        return render(batch, self._renderer, max_part=_NO_LIMIT)
 
     def prepare(self, delivery: Delivery) -> list[Record]:
         """The records to append."""
@@ -110,6 +114,22 @@ class _ValueRenderer:
     ) -> Sequence[bytes] | None:
         values = [record.value for record in records if record.value is not None]
         return values if len(values) == len(records) else None
+
+
+class _CompactedRenderer(_ValueRenderer):
+    """A compacted stream refuses an event without a key: it could never be replaced, and Kafka stores none."""
+
+    def part(self, record: Record, headers: dict[str, bytes], event_id: bytes) -> bytes:
+        if not record.key:
+            raise BadRecord("the stream is compacted, and the event has no key. Try: key, in the stream of its source")
+        return record.value or b""
+
+    def usual_parts(
+        self, records: Sequence[Record], ids: Sequence[bytes], arrivals: Sequence[bytes]
+    ) -> Sequence[bytes] | None:
+        if not all(map(_KEY, records)):
+            return None
+        return super().usual_parts(records, ids, arrivals)
 
 
 def _explain(error: Exception) -> Failure:

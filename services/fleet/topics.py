@@ -26,6 +26,7 @@ from services.core.provision import (
     Provisioned,
     Recorder,
     TooFewPartitions,
+    check_compaction,
     ensure_topics,
     find_absent,
     find_larger,
@@ -156,17 +157,22 @@ class Checked(NamedTuple):
 
 async def check_broker(broker: str, pipes: PipeFile, path: Path, data: Path | None) -> Checked | str:
     """The waiting events, the changes and the grown topics, or the reason why they are not known. Changes nothing. Takes up to
-    CHECK_WITHIN_S. Raises BadConfiguration when topics of others are not there."""
+    CHECK_WITHIN_S. Raises BadConfiguration when topics of others are not there, and for a stream that cannot be compacted, or is
+    and should not be."""
     try:
         async with asyncio.timeout(CHECK_WITHIN_S), open_broker(broker, existing_topics(pipes)) as opened:
             if problems := await _find_absent(opened, pipes, path):
                 raise BadConfiguration(problems)
+            await check_compaction(opened.admin, pipes, await opened.admin.topics())
             waiting = await find_waiting(opened, lanes_of(pipes), await read_bookmark(opened.reader))
             changes = await find_changes(opened, pipes, path, data)
             lines = [*await asyncio.to_thread(compare_prefix, broker, data), *changes.lines]
             return Checked(waiting, replace(changes, lines=lines), await _find_grown(opened, pipes))
     except TimeoutError:
         return f"{broker} did not answer within {CHECK_WITHIN_S:.0f} s"
+    except UnsafeTopic as error:
+        problems = [Problem(str(path), f"streams.{name}.{key}", text) for name, key, text in error.problems]
+        raise BadConfiguration(problems) from error
     except (BadBrokerUrl, BrokerError) as error:
         return f"{broker}: {error}"
 

@@ -26,13 +26,14 @@ _REQUIRED = ("id", "source", "type")
 _TEXTS = frozenset(("datacontenttype", "dataschema", "subject", "time", "partitionkey"))
 """Optional attributes whose values are text."""
 _NAME = re.compile(r"[a-z0-9]{1,64}")
-_NO_DATA = b"null"
+NO_DATA = b"null"
+"""The payload of an event without data. In a compacted stream such an event is a tombstone."""
 
 
 class _Data(msgspec.Struct):
     """The member of an event that is not an attribute."""
 
-    data: msgspec.Raw = msgspec.Raw(_NO_DATA)
+    data: msgspec.Raw = msgspec.Raw(NO_DATA)
 
 
 _DATA = msgspec.json.Decoder(_Data)
@@ -79,7 +80,7 @@ def read_binary(body: bytes, headers: Iterable[tuple[str, str]], content_type: s
         attributes = _attributes(_from_headers(headers, content_type))
     except _Fault as fault:
         return Items([], [], [], [], [Refusal(0, problems.BAD_CLOUDEVENT, str(fault))])
-    return Items([body or _NO_DATA], [document], range(1), [attributes])
+    return Items([body or NO_DATA], [document], range(1), [attributes])
 
 
 def _from_headers(headers: Iterable[tuple[str, str]], content_type: str) -> dict[str, Any]:

@@ -5,8 +5,10 @@ import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
+from typing import cast
 from urllib.parse import unquote
 
+import msgspec
 import orjson
 from aiohttp import hdrs
 from aiohttp.http import RawRequestMessage
@@ -19,14 +21,17 @@ from services.ingest import problems
 from services.ingest.access import Access, check_query, unknown_stream
 from services.ingest.answer import RETRY_AFTER_S, Answer, answer, find_failures, refuse
 from services.ingest.body_formats import SLICE_BYTES, check_format, choose_encoding, read_items, read_slices, unpack
+from services.ingest.cloudevents import NO_DATA
 from services.ingest.connection import Connection
 from services.ingest.intake import Intake, Prepared
-from services.ingest.json_events import Limits
+from services.ingest.json_events import Items, Limits
 from services.ingest.problems import SEND_AGAIN, Refused
 
 _STREAM_PATH = re.compile(r"/v1/streams/[^/]+/events")
+_KEY_PATH = re.compile(r"/v1/streams/([^/]+)/keys/([^/]+)")
 _ROOT = orjson.dumps({"service": "penstock ingest", "openapi": "/openapi.json"})
 _NO_PATH = "Nothing is at this path. GET /openapi.json lists the paths."
+TOKEN = b"Penstock-Token"
 _NOT_QUEUED = Unavailable("the events were not sent")
 _LARGE_AT_ONCE = 2
 """Bodies larger than a slice that are parsed at the same time."""
@@ -63,13 +68,14 @@ class Endpoint:
         """Answer one request. Raises Refused for a path that is not a stream's, ClientGone, and programming errors."""
         self._access.check_host(message)
         intake = self._routes.get(message.path)
+        key: str | None = None
         if intake is None or message.method != "POST":
             found = self._route(message)
             if isinstance(found, Answer):
                 return found
-            intake = found
+            intake, key = found
         try:
-            answered = await self._post(intake, message, connection)
+            answered = await (self._post(intake, message, connection) if key is None else self._delete(intake, key))
         except Refused as refused:
             answered = refuse(refused)
         intake.tally.answered(answered.status)
@@ -82,8 +88,7 @@ class Endpoint:
         content_type, body_format = check_format(message)
         encoding = choose_encoding(headers.getall(hdrs.CONTENT_ENCODING, []))
         if not intake.partitions:
-            detail = f"The broker does not have the stream yet, or has not answered. Nothing was stored. {SEND_AGAIN}"
-            raise Refused(problems.STREAM_NOT_READY, detail, retry_after=RETRY_AFTER_S)
+            raise _not_ready()
         body = await connection.read_body(message, self._limits.body_bytes)
         if encoding is not None:
             body = await self._unpack(key, body, encoding, connection)
@@ -101,8 +106,21 @@ class Endpoint:
         access.charge(key, len(prepared.values) - paid)
         return await self._send(intake, prepared, arrival, wants_ids="Prefer" in headers and _wants_ids(message))
 
+    async def _delete(self, intake: Intake, key: str) -> Answer:
+        """Store a tombstone: a CloudEvent without data."""
+        if not intake.compact:
+            detail = "The stream keeps every event for its retention. Only a stream with compact: true forgets a key."
+            raise Refused(problems.NOT_COMPACTED, detail)
+        if not intake.partitions:
+            raise _not_ready()
+        arrival = time.time_ns() // 1_000_000
+        items = Items([NO_DATA], [{}], range(1), [{"partitionkey": key}])
+        prepared = intake.prepare(items, arrival, None)
+        return await self._send(intake, prepared, arrival, wants_ids=False)
+
     async def _send(self, intake: Intake, prepared: Prepared, arrival: int, *, wants_ids: bool) -> Answer:
         refused, failed, retry_after = prepared.refused, set[int](), RETRY_AFTER_S
+        result = None
         if prepared.parts:
             result = await self._store(intake, prepared, arrival)
             if result.failed:
@@ -112,14 +130,17 @@ class Endpoint:
         if stored:
             intake.broker_failure = None
             _count(intake, prepared, stored, arrival)
-            if intake.ledger is not None:
-                intake.ledger.sample.offer(prepared.values[stored[0]])
+            if intake.ledger is not None and (value := prepared.values[stored[0]]) is not None:
+                intake.ledger.sample.offer(value)
         elif refused and refused[-1].kind.status >= 503:
             intake.broker_failure = time.monotonic(), refused[-1].kind.title
         if refused:
             intake.tally.refused([refusal.kind.name for refusal in refused])
         ids = [prepared.ids[row].decode() for row in stored] if wants_ids else None
-        return answer(len(stored), refused, retry_after, ids)
+        answered = answer(len(stored), refused, retry_after, ids)
+        if intake.compact and stored and result is not None:
+            return msgspec.structs.replace(answered, headers={**answered.headers, TOKEN: _make_token(result)})
+        return answered
 
     async def _store(self, intake: Intake, prepared: Prepared, arrival: int) -> SendResult:
         """The result of each part, which the ledger gets too. Raises Refused when nothing was queued."""
@@ -166,8 +187,8 @@ class Endpoint:
         connection.hold_unpacked(len(unpacked))
         return unpacked
 
-    def _route(self, message: RawRequestMessage) -> Intake | Answer:
-        """Route any request but a plain POST to a known stream. Raises Refused."""
+    def _route(self, message: RawRequestMessage) -> tuple[Intake, str | None] | Answer:
+        """Route any request but a plain POST to a known stream: its stream, and the key to delete. Raises Refused."""
         check_query(message.url.raw_query_string)
         path = unquote(message.url.raw_path)
         document = self._documents.get(path)
@@ -177,24 +198,48 @@ class Endpoint:
         if not path.startswith("/v1/"):
             raise Refused(problems.NOT_FOUND, _NO_PATH)
         key = self._access.authenticate(message)
-        intake = self._routes.get(path)
+        intake, doomed, allowed = self._routes.get(path), None, "POST"
+        if (of_key := _KEY_PATH.fullmatch(message.url.raw_path)) is not None:
+            intake, allowed = self._routes.get(events_path(unquote(of_key[1]))), "DELETE"
+            doomed = _read_key(of_key[2])
         if intake is None:
-            if not _STREAM_PATH.fullmatch(path):
+            if of_key is None and not _STREAM_PATH.fullmatch(path):
                 raise Refused(problems.NOT_FOUND, _NO_PATH)
             if (name := self._others.get(path)) is not None and (key is None or key.covers(name)):
                 detail = f"The events of stream {name} come from a topic that others write. Send them there."
                 raise Refused(problems.STREAM_READ_ONLY, detail)
             raise unknown_stream([one.name for one in self._routes.values()] if key is None else [])
         self._access.authorise(key, intake.name)
-        _check_method(message, "POST")
-        return intake
+        _check_method(message, allowed)
+        self._access.charge(key, int(doomed is not None))
+        return intake, doomed
+
+
+def _not_ready() -> Refused:
+    detail = f"The broker does not have the stream yet, or has not answered. Nothing was stored. {SEND_AGAIN}"
+    return Refused(problems.STREAM_NOT_READY, detail, retry_after=RETRY_AFTER_S)
+
+
+def _read_key(text: str) -> str:
+    """From the path. Raises Refused."""
+    try:
+        return unquote(text, errors="strict")
+    except UnicodeDecodeError:
+        raise Refused(problems.BAD_KEY, "The key in the path is not percent-encoded UTF-8.") from None
+
+
+def _make_token(result: SendResult) -> bytes:
+    """The offset token of a write (docs/tables.md): partition:offset of the last stored record of each partition."""
+    return b",".join([b"%d:%d" % (part.partition, part.last) for part in result.parts if part.last >= 0])
 
 
 def _count(intake: Intake, prepared: Prepared, stored: Sequence[int], arrival: int) -> None:
     times, values = prepared.times, prepared.values
+    if intake.compact:
+        values = [value or b"" for value in values]
     if len(stored) < len(times):
         times, values = [times[row] for row in stored], [values[row] for row in stored]
-    intake.tally.accepted(times, sum(map(len, values)), arrival, time.time_ns() // 1_000_000)
+    intake.tally.accepted(times, sum(map(len, cast("list[bytes]", values))), arrival, time.time_ns() // 1_000_000)
 
 
 def _check_method(message: RawRequestMessage, allowed: str) -> None:

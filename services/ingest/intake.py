@@ -17,7 +17,7 @@ from services.core.pipe_topic import Place
 from services.core.pipes import Stream
 from services.core.problem_type import ProblemType
 from services.ingest import problems
-from services.ingest.cloudevents import JSON
+from services.ingest.cloudevents import JSON, NO_DATA
 from services.ingest.event_fields import (
     Column,
     Faults,
@@ -45,9 +45,9 @@ once, and too short for anybody to notice."""
 
 
 class Columns(msgspec.Struct, frozen=True):
-    """The rows of a request. keys and more: None when no row has any. times in ms."""
+    """The rows of a request. values: None for a tombstone. keys and more: None when no row has any. times in ms."""
 
-    values: list[bytes]
+    values: list[bytes | None]
     ids: list[bytes]
     keys: list[bytes | None] | None
     times: list[int]
@@ -77,7 +77,7 @@ class Prepared(msgspec.Struct, frozen=True):
     rows: dict[int, Sequence[int]]
     all_rows: Sequence[int]
     indexes: Sequence[int]
-    values: list[bytes]
+    values: list[bytes | None]
     ids: list[bytes]
     times: list[int]
     refused: list[Refusal]
@@ -93,7 +93,7 @@ class Intake:
     """One stream in this process. `partitions` is 0 until the broker has answered (`probe.py`).
 
     max_age_ms: older events are refused, because a broker that counts retention from the event time would drop them soon
-    after it acknowledged them.
+    after it acknowledged them. Not by a compacted stream, which keeps the newest of each key.
     """
 
     def __init__(
@@ -108,8 +108,9 @@ class Intake:
         self.broker_failure: tuple[float, str] | None = None
         """When (monotonic seconds) and why the broker last stored nothing of a request; None since it stored something."""
         self._ids = IdMaker()
+        self.compact = stream.compact
         self._rotate = rotate
-        self._max_age_ms = max_age_ms
+        self._max_age_ms = None if stream.compact else max_age_ms
         self._id_field, self._key_field, self._time_field = map(_reader, (stream.id, stream.key, stream.time))
         self._names = {with_attributes: _name_values(stream, with_attributes) for with_attributes in (False, True)}
         self._keyless, self._keyless_since = 0, -KEYLESS_MS
@@ -176,7 +177,12 @@ class Intake:
             times, wrong = read_times(column, arrival, oldest, names["time"])
             faults.update(wrong)
         more = more_headers(items.attributes, count, traceparent)
-        return Columns(items.values, self._fill(found, count, arrival), keys, times, more), faults
+        values: list[bytes | None] = cast("list[bytes | None]", items.values)
+        if self.compact:
+            faults = {**_find_keyless(keys, count, names["key"]), **faults}
+            if items.attributes is not None:
+                values = [None if value == NO_DATA else value for value in values]
+        return Columns(values, self._fill(found, count, arrival), keys, times, more), faults
 
     def _fill(self, found: list[bytes | None], count: int, arrival: int) -> list[bytes]:
         """The ids from the events, and new ones for the other rows."""
@@ -221,6 +227,14 @@ def _name_values(stream: Stream, with_attributes: bool) -> dict[str, str]:
         places += [f"attribute {_ATTRIBUTES[what]}"] if with_attributes else []
         names[what] = f"The {what} ({' or '.join(places)})"
     return names
+
+
+def _find_keyless(keys: list[bytes | None] | None, count: int, name: str) -> Faults:
+    """Rows without a key, or with an empty one, which could never be replaced. name: begins the sentence."""
+    if keys is not None and all(keys):
+        return {}
+    detail = f"{name} is missing or empty. This stream keeps the newest event of each key, so each event needs one."
+    return {row: (problems.NO_KEY, detail) for row in range(count) if keys is None or not keys[row]}
 
 
 def _column(items: Items, field: Reader | None, name: str) -> Column | None:

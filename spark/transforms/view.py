@@ -51,6 +51,7 @@ class SourceView:
         failed = f.lit(None).cast("int")
         for number, check in reversed(list(enumerate(self.checks))):
             failed = f.when(check.failed, f.lit(number)).otherwise(failed)
+        failed = f.when(_is_tombstone(), f.lit(None)).otherwise(failed)
         # One select: later columns name earlier ones. Each further one would be analysed again for every batch.
         self._checked: list[Column | str] = [
             *RAW_NAMES,
@@ -60,7 +61,8 @@ class SourceView:
             *parsed,
             failed.alias(FAILED_CHECK),
         ]
-        self._is_good, self._is_bad = f.col(FAILED_CHECK).isNull(), f.col(FAILED_CHECK).isNotNull()
+        self._is_good = f.col(FAILED_CHECK).isNull() & f.col("value").isNotNull()
+        self._is_bad = f.col(FAILED_CHECK).isNotNull()
         self._seen = [*_seen_columns(columns, stamped=stamped), *([f.col(TIME).alias(EVENT_TIME)] if timed else [])]
 
     def with_columns(self, columns: StructType | None) -> "SourceView":
@@ -75,7 +77,8 @@ class SourceView:
         return raw.select(*self._checked, now.cast("long").alias(READ_AT))
 
     def good(self, checked: DataFrame) -> DataFrame:
-        """The view of the events: `event`, `value` and the declared columns."""
+        """The view of the events: `event`, `value` and the declared columns. Tombstones are neither good nor bad: they were read,
+        and nothing was made of them, so they are filtered."""
         return checked.where(self._is_good).select(*self._seen)
 
     def bad(self, checked: DataFrame) -> DataFrame:
@@ -142,6 +145,11 @@ def _checks(columns: StructType | None) -> list[Check]:
     return checks + [
         Check(parsed[field.name].isNull(), SCHEMA_MISMATCH) for field in columns.fields if not field.nullable
     ]
+
+
+def _is_tombstone() -> Column:
+    """Of a compacted stream: the key of this event is gone. Without a key or an id it is a damaged record."""
+    return f.col("value").isNull() & f.col("key").isNotNull() & f.col(_ID).isNotNull()
 
 
 def _has_braces(text: Column) -> Column:

@@ -43,6 +43,13 @@ class Harness(Protocol):
     async def restart(self) -> None:
         """Stop and start the whole backend, cleanly. No connection is open meanwhile."""
 
+    @property
+    def compacts(self) -> bool:
+        """Whether the backend has compacted topics."""
+
+    async def compact(self, topic: str) -> None:
+        """Let the backend compact a topic whose retention is a millisecond. It may need another append to begin."""
+
     async def expire(self, topic: str, partition: int, before: int) -> None:
         """Let retention pass: every record of the partition below offset `before` is gone afterwards."""
 

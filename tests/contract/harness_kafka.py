@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AbstractAsyncContextManager
 
 from aiokafka.admin import RecordsToDelete
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.structs import TopicPartition
 
 from services.core.broker.connect import parse_kafka_url
@@ -18,6 +19,8 @@ _TIMING = Timing(session=2.0, heartbeat=0.3, drain=10.0, request=4.0, metadata=1
 """Short, so that tests need not wait for a lost member or a rebalance."""
 
 _ELECTION_SECONDS = 30.0
+_TOPIC_SOURCE = 1
+"""Of a setting in an answer of DescribeConfigs: it is the topic's own."""
 
 
 def open_for_tests(url: str) -> AbstractAsyncContextManager[Broker]:
@@ -71,6 +74,18 @@ class KafkaHarness:
     async def restart(self) -> None:
         await asyncio.to_thread(self._cluster.stop)
         await asyncio.to_thread(self._cluster.start)
+
+    compacts = True
+
+    async def compact(self, topic: str) -> None:
+        """Kafka compacts what is in a segment that is closed: let it close one soon, and clean whatever there is."""
+        hurry = {"segment.ms": "100", "min.cleanable.dirty.ratio": "0.001"}
+        resource = ConfigResource(ConfigResourceType.TOPIC, self._prefix + topic, configs=hurry)
+        async with open_admin(self._cluster.bootstrap) as admin:
+            found = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, self._prefix + topic)])
+            own = {entry[0]: entry[1] for entry in found[0].resources[0][4] if entry[3] == _TOPIC_SOURCE}
+            resource.configs = {**own, **hurry}
+            await admin.alter_configs([resource])
 
     async def expire(self, topic: str, partition: int, before: int) -> None:
         async with open_admin(self._cluster.bootstrap) as admin:

@@ -73,6 +73,11 @@ class KinesisHarness:
     async def restart(self) -> None:
         """The service has no restart; what survives one is what another connection sees."""
 
+    compacts = False
+
+    async def compact(self, topic: str) -> None:
+        raise NotImplementedError
+
     async def expire(self, topic: str, partition: int, before: int) -> None:
         """The proxy hides what retention would take: whole entries, as Kinesis does."""
         sequence, sub = split_offset(before)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.log import LogBroker
+from services.core.broker.log.clock import WallClock
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.membership import Timing
-from services.core.broker.log.retention import remove_before
+from services.core.broker.log.retention import enforce, remove_before
 from services.core.broker.log.topic_store import TopicStore
 
 TIMING = Timing(lease=1.5, drain=10.0)
@@ -74,6 +75,13 @@ class LogHarness:
 
     async def restart(self) -> None:
         """Nothing runs while nobody has the folder open."""
+
+    compacts = True
+
+    async def compact(self, topic: str) -> None:
+        """What the keeper does, an hour later."""
+        later = WallClock().now_ms() + 3_600_000
+        await asyncio.to_thread(enforce, DataFolder(self._folder), topic, later)
 
     async def expire(self, topic: str, partition: int, before: int) -> None:
         """What retention does, at a given offset."""

@@ -201,6 +201,12 @@ class ModelAdmin:
         busy = bool(self._cluster.coordinator.members(to))
         return await self._cluster.call(lambda: self._store.copy_positions(group, to, topic, has_members=busy), topic)
 
+    why_not_compact: str | None = None
+
+    async def compacted(self, topics: Collection[str]) -> frozenset[str]:
+        """As in the contract: the simulation has no compacted topics."""
+        return frozenset()
+
     async def check_durability(self, topics: Collection[str]) -> None:
         """As in the contract."""
 

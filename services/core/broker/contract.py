@@ -95,8 +95,10 @@ class Lag:
 class TopicSpec:
     """A topic to create. Retention None: keep for ever. Bytes count per partition.
 
-    compact: keep at least the newest record of each key. shards: the first number of shards on Kinesis, at most one per
-    partition, which is also the default. Other brokers ignore it.
+    compact: keep at least the newest record of each key for ever. A record that a newer one of its key has replaced may go when
+    it is older than the retention, and a **tombstone** (a record without value, for which no older one of its key is left) when
+    it has been one for that long. Records need a key: Kafka refuses others. shards: the first number of shards on Kinesis, at
+    most one per partition, which is also the default. Other brokers ignore it.
     """
 
     name: str
@@ -246,6 +248,13 @@ class Admin(Protocol):
         Both read the partitions that `group` has not begun from their beginning. Raises UnknownTopic, and
         GroupHasMembers while `to` has members that have not begun.
         """
+
+    @property
+    def why_not_compact(self) -> str | None:
+        """Why this broker has no compacted topics, for a person; None: it has."""
+
+    async def compacted(self, topics: Collection[str]) -> frozenset[str]:
+        """Those of these topics that are compacted. Topics that do not exist are skipped."""
 
     async def check_durability(self, topics: Collection[str]) -> None:
         """Raises UnsafeTopic when a topic's settings allow acknowledged records to be lost, or let no append succeed.

@@ -11,6 +11,7 @@ import pytest
 from services.core.audit import GROW
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Admin, Broker, TopicSpec
+from services.core.broker.errors import UnsafeTopic
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.key_marks import read_key_marks, write_key_marks
@@ -184,3 +185,16 @@ async def test_a_stream_is_marked_before_it_can_have_events(broker: Broker) -> N
     assert {name: mark.state for name, mark in marks.items()} == {"empty": "none", "new": "none", "keyed": "seen"}
     held = await broker.reader.describe(CONTROL)
     assert held[0].end == 3, "a second start marks nothing again"
+
+
+async def test_whether_a_stream_is_compacted_never_changes_silently(broker: Broker) -> None:
+    """Broken: a table lacks what retention removed before, or a stream loses events that its file promises to keep."""
+    plain, compacted = (PipeFile.model_validate({"streams": {"a": {"compact": on}}}) for on in (False, True))
+    await ensure_topics(broker.admin, plain)
+    with pytest.raises(UnsafeTopic, match="exists and is not compacted"):
+        await ensure_topics(broker.admin, compacted)
+    await broker.admin.delete_topic("a")
+    await ensure_topics(broker.admin, compacted)
+    assert await broker.admin.compacted(["a", "b"]) == {"a"}
+    with pytest.raises(UnsafeTopic, match="exists and is compacted"):
+        await ensure_topics(broker.admin, plain)

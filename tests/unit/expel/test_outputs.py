@@ -95,3 +95,22 @@ async def test_the_predecessors_retries_are_recognised_without_the_header() -> N
         await wait_until(lambda: running.committed(P0) == 9)
         assert running.sender.taken == names([3, 9])
     assert inherited() - before == 2
+
+
+def tombstones() -> float:
+    labels = {"pipe": "late", "destination": "hook"}
+    return REGISTRY.get_sample_value("penstock_expel_events_tombstones_total", labels) or 0.0
+
+
+async def test_tombstones_are_settled_and_not_sent() -> None:
+    """Broken: each deleted key becomes a dead letter; or a record that somebody damaged is passed over as if it were one."""
+    before = tombstones()
+    records = [make_record(number) for number in range(10)]
+    gone = {number: Record(b"k", None, 1, records[number].headers) for number in (2, 3, 9)}
+    damaged = {5: Record(None, None, 1, records[5].headers)}
+    sent = [(gone | damaged).get(number, record) for number, record in enumerate(records)]
+    async with run_lane(sent) as running:
+        await wait_until(lambda: running.committed() == 9)
+        assert set(running.sender.taken) == set(names([0, 1, 4, 6, 7, 8]))
+        assert [record.header("ce_id") for record in running.dead_letters()] == [records[5].header("ce_id")]
+    assert tombstones() - before == 3

@@ -19,7 +19,7 @@ from services.expel.metrics import OTHER, LaneMetrics, WordCounter
 from services.expel.retry_policy import fail_by_status
 from services.expel.throttle import MIN_ATTEMPTS, SendThrottle
 
-IDLE, MOST, SIGNED, OBSERVED = 34, 96, 2, 8
+IDLE, MOST, SIGNED, OBSERVED = 34, 97, 2, 8
 """For each destination and instance of expel, while nothing has failed and at most; for its signing keys or each credential; in
 the observer. The numbers of docs/metrics.md, which has a sum for a thousand destinations."""
 _PARTS_OF = {"pipe", "destination"}

@@ -36,11 +36,16 @@ def records(first: int, count: int, size: int = 0) -> list[Record]:
 
 
 def make_topic(
-    path: Path, partitions: int = 1, *, retention_ms: int | None = None, retention_bytes: int | None = None
+    path: Path,
+    partitions: int = 1,
+    *,
+    retention_ms: int | None = None,
+    retention_bytes: int | None = None,
+    compact: bool = False,
 ) -> DataFolder:
     """A data folder with one topic."""
     folder = DataFolder.prepare(path)
-    topics.create_topic(folder, TopicSpec(TOPIC, partitions, retention_ms, retention_bytes))
+    topics.create_topic(folder, TopicSpec(TOPIC, partitions, retention_ms, retention_bytes, compact))
     return folder
 
 
@@ -56,5 +61,5 @@ def numbers(folder: DataFolder, partition: int = 0, start: int = 0) -> list[int]
     with TopicReader(folder, TOPIC) as reader:
         while (run := reader.read(partition, start, 10)) is not None:
             found += [int(item.value or b"") for item in run.records]
-            start = run.offset + len(run.records)
+            start = run.next
     return found

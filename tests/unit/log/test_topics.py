@@ -109,10 +109,10 @@ def test_a_newer_format_is_refused_loudly(tmp_path: Path) -> None:
     """If it fails, an old version reads a newer file wrongly."""
     folder = make_topic(tmp_path)
     with TopicReader(folder, TOPIC) as reader:
-        meta = msgspec.structs.replace(reader.store.meta, format=sqlite_file.FORMAT + 1)
+        meta = msgspec.structs.replace(reader.store.meta, format=sqlite_file.COMPACTED_FORMAT + 1)
         connection = reader.store.connection
         reader.store.transact(lambda: sqlite_file.write_meta(connection, meta), lambda _: {}, 0)
-    with pytest.raises(NewerFormat, match=r"has format 2, written by a newer Penstock.*docs/upgrading\.md"):
+    with pytest.raises(NewerFormat, match=r"has format 3, written by a newer Penstock.*docs/upgrading\.md"):
         TopicReader(folder, TOPIC)
 
 

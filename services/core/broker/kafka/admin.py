@@ -30,7 +30,7 @@ from services.core.broker.kafka.positions import GROUPS, Append, GroupStarts
 from services.core.broker.kafka.protocol import DescribeTopicsRequest, GroupRightsRequest
 from services.core.broker.kafka.reader import read_at
 from services.core.broker.kafka.record_batch import MAX_BATCH_BYTES
-from services.core.broker.kafka.topic_settings import check_durability
+from services.core.broker.kafka.topic_settings import CLEANUP, check_durability, read_settings
 from services.core.broker.prefix import find_own
 from services.core.broker.record import Batch, TopicPartition
 from services.core.broker.rights import Right
@@ -63,13 +63,17 @@ class KafkaAdmin:
             "min.insync.replicas": _MIN_IN_SYNC.get(replicas, 1),
             "unclean.leader.election.enable": "false",
             "max.message.bytes": MAX_BATCH_BYTES,
-            "retention.ms": _FOR_EVER if spec.retention_ms is None else spec.retention_ms,
+            "retention.ms": _FOR_EVER if spec.retention_ms is None or spec.compact else spec.retention_ms,
             "retention.bytes": _FOR_EVER if spec.retention_bytes is None else spec.retention_bytes,
             "cleanup.policy": "compact" if spec.compact else "delete",
             # Event times are by the clients' clocks. Kafka would refuse a whole batch if one is an hour ahead.
             "message.timestamp.after.max.ms": _ANY_TIME,
             "message.timestamp.type": "CreateTime",
         }
+        if spec.compact and spec.retention_ms is not None:
+            # Kafka's own names for what TopicSpec promises. Two times: as the log, it does not let garbage wait for ever.
+            settings["min.compaction.lag.ms"] = settings["delete.retention.ms"] = spec.retention_ms
+            settings["max.compaction.lag.ms"] = max(1, 2 * spec.retention_ms)
         configs = [(name, str(value)) for name, value in settings.items()]
         row = (spec.name, spec.partitions, replicas, (), configs)
         answer = await self._cluster.ask_any(CreateTopicsRequest([row], self._patience, validate_only=False))
@@ -160,6 +164,14 @@ class KafkaAdmin:
         """As in the contract. When Kafka has expired the group's offsets, `to` stops as the group would."""
         has_commits = await copy_positions(self._cluster, group, to, topic)
         return await self.begun.copy(group, to, await partitions_of(self._cluster, [topic])) or has_commits
+
+    why_not_compact: str | None = None
+
+    async def compacted(self, topics: Collection[str]) -> frozenset[str]:
+        """As in the contract. One request per topic."""
+        states = await self._cluster.describe(list(topics))
+        policies = {topic: await read_settings(self._cluster, topic, [CLEANUP]) for topic in states}
+        return frozenset([topic for topic, found in policies.items() if "compact" in found[CLEANUP].split(",")])
 
     async def check_durability(self, topics: Collection[str]) -> None:
         """As in the contract; see `topic_settings`."""

@@ -182,6 +182,14 @@ class _PrefixedAdmin:
     async def copy_positions(self, group: str, to: str, topic: str) -> bool:
         return await self._admin.copy_positions(self._full(group), self._full(to), self._full(topic))
 
+    @property
+    def why_not_compact(self) -> str | None:
+        return self._admin.why_not_compact
+
+    async def compacted(self, topics: Collection[str]) -> frozenset[str]:
+        own = {self._full(topic): topic for topic in topics}
+        return frozenset([own[full] for full in await self._admin.compacted(list(own))])
+
     async def check_durability(self, topics: Collection[str]) -> None:
         own = [topic for topic in topics if topic not in self._names.existing.names]
         await self._admin.check_durability([self._full(topic) for topic in own])

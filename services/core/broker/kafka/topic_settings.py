@@ -74,6 +74,7 @@ class TopicLimits:
 MIN_IN_SYNC = "min.insync.replicas"
 UNCLEAN = "unclean.leader.election.enable"
 REPLICAS = "replication.factor"
+CLEANUP = "cleanup.policy"
 
 _ENOUGH = 3
 """With this many brokers, two can have every record while one is away."""

@@ -128,7 +128,7 @@ class KinesisAdmin:
     async def create_topic(self, spec: TopicSpec) -> None:
         """As in the contract. Retention is a day at least and a year at most; there is no compaction."""
         if spec.compact:
-            raise ValueError(f"topic {spec.name}: Kinesis cannot compact. Try: a topic that is not compacted")
+            raise ValueError(f"topic {spec.name}: {self.why_not_compact}")
         async with self._bounded(f"create {spec.name}"):
             try:
                 await self._kinesis.create_stream(
@@ -253,6 +253,14 @@ class KinesisAdmin:
             return False
         await new.table.prepare()
         return await copy_positions(old.table, new.table, stream.name, new.timing)
+
+    why_not_compact: str | None = (
+        "Kinesis keeps no event for more than a year, whatever its key, so it cannot hold a table. Try: Kafka or the embedded log"
+    )
+
+    async def compacted(self, topics: Collection[str]) -> frozenset[str]:
+        """As in the contract: none is."""
+        return frozenset()
 
     async def check_durability(self, topics: Collection[str]) -> None:
         """Nothing to check: Kinesis stores every record in three zones for its retention, whatever the settings."""

@@ -19,7 +19,7 @@ class LogAdmin:
         self._folder, self._readers, self._offsets, self._clock = folder, readers, offsets, clock
 
     async def create_topic(self, spec: TopicSpec) -> None:
-        """As in the contract. Raises ValueError for a bad name, number of partitions, or compaction, which it lacks."""
+        """As in the contract. Raises ValueError for a bad name or number of partitions."""
         await self._readers.run(lambda: topics.create_topic(self._folder, spec))
 
     async def delete_topic(self, topic: str) -> None:
@@ -92,6 +92,19 @@ class LogAdmin:
             await self._readers.register_group(topic, to)
         return is_new
 
+    why_not_compact: str | None = None
+
+    async def compacted(self, topics: Collection[str]) -> frozenset[str]:
+        existing = await self.topics()
+
+        def is_compacted(reader: TopicReader) -> bool:
+            reader.refresh()
+            return reader.store.meta.compact
+
+        return frozenset(
+            [topic for topic in topics if existing.get(topic) and await self._readers.use(topic, is_compacted)]
+        )
+
     async def check_durability(self, topics: Collection[str]) -> None:
         """As in the contract: the log has no such settings, every append is on this disk."""
 
@@ -103,7 +116,7 @@ class LogAdmin:
         return await self._readers.use(topic, lambda reader: lag_behind(reader, nexts, self._clock.now_ms()))
 
     async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
-        """As in the contract. Ranges that `repair` has recorded as lost are passed over."""
+        """As in the contract. Records that compaction removed, and ranges that `repair` has recorded as lost, are passed over."""
 
         def read_rows(reader: TopicReader) -> ReadResult | None:
             count = reader.refresh()
@@ -111,8 +124,10 @@ class LogAdmin:
                 raise UnknownTopic(f"topic {topic!r} has {count} partitions, none numbered {partition}")
             return reader.read(partition, offset, max_records)
 
-        run = await self._readers.use(topic, read_rows)
-        if run is None or not run.records:
-            return None
-        records = run.records[:max_records]
-        return Batch(topic, partition, range(run.offset, run.offset + len(records)), records)
+        while (run := await self._readers.use(topic, read_rows)) is not None:
+            if run.records:
+                return Batch(topic, partition, run.offsets[:max_records], run.records[:max_records])
+            if run.next == offset:
+                return None
+            offset = run.next
+        return None

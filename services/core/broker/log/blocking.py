@@ -42,8 +42,9 @@ def read_range(
 ) -> Iterator[Batch]:
     """The records `start <= offset < end` of one partition, in order, in batches of at most max_records.
 
-    Raises OffsetOutOfRange when some are gone or do not exist yet, DataDamaged with the exact offsets that are lost. Ranges that
-    `repair` recorded as lost are passed over: offsets jump. Holds the file open until exhausted or closed.
+    Raises OffsetOutOfRange when some are gone or do not exist yet, DataDamaged with the exact offsets that are lost. Records
+    that compaction removed, and ranges that `repair` recorded as lost, are passed over: offsets jump. Holds the file open until
+    exhausted or closed.
     """
     with TopicReader(DataFolder.prepare(path), topic) as reader:
         while start < end:
@@ -51,12 +52,11 @@ def read_range(
             if run is None:
                 held = reader.ranges()[partition]
                 raise OffsetOutOfRange(topic, partition, end, held.start, held.end)
-            start = run.offset
-            records = run.records[: max(0, end - start)]
-            for first in range(0, len(records), max_records):
-                some = records[first : first + max_records]
-                yield Batch(topic, partition, range(start + first, start + first + len(some)), some)
-            start += len(run.records)
+            run = run.below(end)
+            for first in range(0, len(run.records), max_records):
+                some = slice(first, first + max_records)
+                yield Batch(topic, partition, run.offsets[some], run.records[some])
+            start = run.next
 
 
 def append(path: str | Path, topic: str, parts: Parts) -> None:

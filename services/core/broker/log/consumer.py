@@ -165,13 +165,15 @@ class LogConsumer:
             self._errors.append((owned, answer))
             owned.retry_at = boot_ms() + _RETRY_MS
         elif answer is not None:
-            owned.position, owned.rest = answer.offset, answer.records
+            owned.rest, owned.offsets, owned.behind_rest = answer.records, answer.offsets, answer.next
+            owned.position = answer.offsets[0] if answer.records else answer.next
 
 
 def _pop_batch(owned: OwnedPartition, count: int) -> Batch:
     records, owned.rest = owned.rest[:count], owned.rest[count:]
-    first, owned.position = owned.position, owned.position + count
-    return Batch(*owned.source, range(first, first + count), records)
+    offsets, owned.offsets = owned.offsets[:count], owned.offsets[count:]
+    owned.position = owned.offsets[0] if owned.rest else owned.behind_rest
+    return Batch(*owned.source, offsets, records)
 
 
 def _read_all(reader: TopicReader, wants: list[_Want], share: int) -> list[_Answer]:

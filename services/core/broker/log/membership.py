@@ -5,7 +5,7 @@ Members of all processes share `groups.bell`. When its bytes change, they send a
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,15 +163,18 @@ class LogMembership(LeaseMember["OwnedPartition"]):
 
 
 class OwnedPartition:
-    """A partition that a member owns. position: the next offset to return. rest: records that were read but not returned.
+    """A partition that a member owns. position: the next offset to return. rest: records that were read but not returned,
+    with their offsets; behind_rest: where the next read goes on.
 
     epoch: of the lease. incarnation: of the topic when it was acquired. processed_next: the offset behind the committed one.
     revoking: it is drained, nothing more is returned. retry_at: the time of the next read after an error (boot ms).
     """
 
     __slots__ = (
+        "behind_rest",
         "epoch",
         "incarnation",
+        "offsets",
         "paused",
         "position",
         "processed_next",
@@ -183,8 +186,9 @@ class OwnedPartition:
 
     def __init__(self, source: TopicPartition, epoch: int, incarnation: bytes, position: int) -> None:
         self.source, self.epoch, self.incarnation = source, epoch, incarnation
-        self.position = self.processed_next = position
+        self.position = self.processed_next = self.behind_rest = position
         self.rest: list[Record] = []
+        self.offsets: Sequence[int] = ()
         self.revoking = self.paused = False
         self.retry_at = 0
 

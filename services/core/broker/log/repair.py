@@ -18,7 +18,7 @@ from services.core.broker.log.groups import write_groups
 from services.core.broker.log.high_water_marks import HighWaterMarks
 from services.core.broker.log.scan import FolderReport, GroupScan, TopicReport, TopicScan, scan_groups
 from services.core.broker.log.sqlite_file import (
-    FORMAT,
+    COMPACTED_FORMAT,
     GROUPS_TABLE,
     TOPIC_TABLES,
     Meta,
@@ -98,8 +98,8 @@ def _repair_topic(folder: DataFolder, files: TopicFiles) -> TopicReport:
     with folder.locked_catalog(), _alone(files):
         scan = TopicScan(files)
         try:
-            meta = scan.meta or Meta(  # retention is lost with the description: keep for ever
-                FORMAT,
+            meta = scan.meta or Meta(  # retention is lost with the description: keep for ever; rows may be sparse
+                COMPACTED_FORMAT,
                 files.topic,
                 scan.incarnation or uuid.uuid4().bytes,
                 max(1, len(scan.report.partitions)),

@@ -5,7 +5,7 @@ the log stored a record, not from the event's time: a replay of last year's even
 group are kept for twice as long, not for ever: a group that is away must not fill the disk. A transform has no group, because its
 position is in Spark's checkpoint, so its unread records get no more than the plain retention. Bytes count per partition, read or
 not, as Kafka's retention.bytes does. The newest row of a partition always stays. The file does not shrink: SQLite reuses freed
-pages.
+pages. A compacted topic loses no record by its age: `compaction`.
 
 The time that judges ages cannot run away with a wrong clock: a clock that is days ahead would delete days of records early. It
 follows the system's clock, but runs at most twice as fast as CLOCK_BOOTTIME while the log is in use. Its state is in
@@ -20,7 +20,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from zlib import crc32
@@ -30,13 +30,14 @@ import structlog
 
 from services.core.broker.errors import BrokerError, Unavailable, UnknownTopic
 from services.core.broker.log.clock import WallClock, boot_id, boot_ms
+from services.core.broker.log.compaction import compact
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.groups import first_unread
 from services.core.broker.log.row_format import MAX_OFFSET, row_position
 from services.core.broker.log.sqlite_file import classified
 from services.core.broker.log.topic_store import Head, TopicStore, first_row_from
 from services.core.broker.log.topics import topic_names
-from services.core.metrics import LOG_RETENTION_BEHIND
+from services.core.metrics import LOG_COMPACTED, LOG_RETENTION_BEHIND
 
 _DELETE_ROWS = 64
 """Per transaction, so that appends never wait long for the write lock."""
@@ -120,20 +121,33 @@ def _enforce_all(folder: DataFolder, clock: WallClock, stop: threading.Event) ->
 
 
 def enforce(folder: DataFolder, topic: str, now_ms: int, stop: threading.Event | None = None) -> dict[int, int]:
-    """Apply the topic's retention; gives the number of removed records of each partition that lost any.
+    """Apply the topic's retention, or compact it; gives the number of removed records of each partition that lost any.
 
     now_ms: the time of `read_clock`. stop: as in `apply_retention_once`. Raises UnknownTopic, DataDamaged, Unavailable.
     """
     removed: dict[int, int] = {}
     with closing(TopicStore.open(folder, topic)) as store, classified(topic):
-        if store.meta.retention_ms is None and store.meta.retention_bytes is None:
+        if store.meta.retention_ms is None and store.meta.retention_bytes is None and not store.meta.compact:
             return removed
         unread = first_unread(folder, topic, store.meta, store.groups())
+        if store.meta.compact:
+            return _compact_all(store, unread, now_ms, stop)
         for partition, head in enumerate(store.heads()):
             start = _find_start(store, partition, head, unread[partition], now_ms)
             if start > head.start:
                 removed[partition] = start - head.start
                 remove_before(store, partition, start, stop)
+    return removed
+
+
+def _compact_all(
+    store: TopicStore, unread: Sequence[int | None], now_ms: int, stop: threading.Event | None
+) -> dict[int, int]:
+    removed = {}
+    for partition in range(store.meta.partitions):
+        if count := compact(store, partition, unread[partition], now_ms, stop):
+            removed[partition] = count
+            LOG_COMPACTED.labels(store.topic).inc(count)
     return removed
 
 

@@ -2,6 +2,9 @@
 
 Position = partition << 40 | offset of the first record, the row's primary key. The checksum covers the position and
 every other column, so a row that moved, lost its tail or had one bit changed is found when it is read.
+
+A row of a compacted topic may be **sparse**: it spans `count` offsets and holds fewer records, maybe none. The spans of rows have
+no gap, so a removed record never looks like a lost one. A sparse block begins with a byte that no msgpack has.
 """
 
 import struct
@@ -27,11 +30,33 @@ Failed = tuple[tuple[int, Exception], ...]
 
 _ENCODE = msgspec.msgpack.Encoder().encode
 _DECODE = msgspec.msgpack.Decoder(list[Record]).decode
+_SPARSE = b"\xc1"
 _POSITION = struct.Struct("<QQqqqQ").pack
 
 
+class _Sparse(msgspec.Struct, frozen=True, array_like=True):
+    """positions: of the records, counted from the row's first offset. cleaned: as in `Block`, by position."""
+
+    positions: list[int]
+    records: list[Record]
+    cleaned: dict[int, int]
+
+
+_DECODE_SPARSE = msgspec.msgpack.Decoder(_Sparse).decode
+
+
+class Block(NamedTuple):
+    """The records of a row and their offsets. cleaned: of its tombstones, by offset, when (ms) compaction had removed all older
+    records of the key."""
+
+    offsets: Sequence[int]
+    records: list[Record]
+    cleaned: dict[int, int]
+
+
 class Packed(NamedTuple):
-    """Records ready to be stored as one row. length: how many. max_ts: the newest of their timestamps, milliseconds."""
+    """Records ready to be stored as one row. length: of its span; how many records, unless it is sparse.
+    max_ts: the newest of their timestamps, milliseconds."""
 
     length: int
     max_ts: int
@@ -39,7 +64,7 @@ class Packed(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One stored row, in the order of its columns. length (column `count`): how many records.
+    """One stored row, in the order of its columns. length (column `count`): how many offsets it spans.
 
     top_ts, stored_ms and total never decrease within a partition, so all three can be searched by halves.
     top_ts: the newest timestamp up to and including this row. stored_ms: wall time of the append.
@@ -129,13 +154,35 @@ def make_row(pos: int, packed: Packed, top_ts: int, stored_ms: int, total: int) 
     return Row(pos, count, max_ts, top_ts, stored_ms, total, crc, data)
 
 
-def read_row(row: Row) -> list[Record] | None:
+def read_row(row: Row) -> Block | None:
     """The records of a row; None when it is damaged (any column may hold anything)."""
     try:
         seed = crc32(_POSITION(row.pos, row.length, row.max_ts, row.top_ts, row.stored_ms, row.total))
         if crc32(row.data, seed) != row.crc:
             return None
+        if row.data[:1] == _SPARSE:
+            return _read_sparse(row)
         records = _DECODE(row.data)
     except (struct.error, TypeError, msgspec.MsgspecError):
         return None
-    return records if len(records) == row.length else None
+    first = row.first
+    return Block(range(first, first + row.length), records, {}) if len(records) == row.length else None
+
+
+def _read_sparse(row: Row) -> Block | None:
+    positions, records, cleaned = msgspec.structs.astuple(_DECODE_SPARSE(row.data[1:]))
+    if len(positions) != len(records):
+        return None
+    first = row.first
+    offsets = [first + position for position in positions]
+    return Block(offsets, records, {first + position: since for position, since in cleaned.items()})
+
+
+def pack_span(first: int, length: int, block: Block) -> Packed:
+    """Encode what a compacted row keeps of the `length` offsets from `first` on. max_ts is 0 when it keeps nothing."""
+    newest = max([record.timestamp for record in block.records], default=0)
+    if len(block.records) == length and not block.cleaned:
+        return Packed(length, newest, _ENCODE(block.records))
+    positions = [offset - first for offset in block.offsets]
+    cleaned = {offset - first: since for offset, since in block.cleaned.items()}
+    return Packed(length, newest, _SPARSE + _ENCODE(_Sparse(positions, block.records, cleaned)))

@@ -1,5 +1,6 @@
 """Reading everything that is still readable in a data folder, however damaged, and reporting every lost offset. Blocking."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -101,11 +102,11 @@ class TopicScan:
         """The intact rows of a partition, in order. At the end the partition's report is complete."""
         expected, part.records, part.lost = part.start, 0, []
         for row in self._rows(part.partition):
-            if row.end <= expected or read_row(row) is None:
+            if row.end <= expected or (block := read_row(row)) is None:
                 continue
             if row.first > expected:
                 _add_lost(part, expected, row.first - 1)
-            part.records += row.end - max(row.first, expected)
+            part.records += len(block.offsets) - bisect_left(block.offsets, expected)
             expected = row.end
             yield row
         part.end = max(part.end, expected)

@@ -35,6 +35,8 @@ from services.core.broker.log.high_water_marks import HighWaterMarks
 from services.core.version import newer_format
 
 FORMAT = 1
+COMPACTED_FORMAT = 2
+"""Of topics that are compacted: their rows may be sparse, which an older version would take for damage."""
 BUSY_SECONDS = 5.0
 PAGE_BYTES = 8192
 
@@ -50,6 +52,13 @@ CREATE TABLE writers(writer TEXT PRIMARY KEY, epoch INTEGER NOT NULL, crc INTEGE
 
 GROUPS_TABLE = "CREATE TABLE IF NOT EXISTS groups(grp TEXT PRIMARY KEY, crc INTEGER NOT NULL) WITHOUT ROWID"
 """Of a topic: the groups that have begun to read it. Made with the first of them."""
+
+
+COMPACTION_TABLE = """
+CREATE TABLE IF NOT EXISTS compaction(p INTEGER PRIMARY KEY, clean INTEGER NOT NULL, kept INTEGER NOT NULL, due_ms INTEGER,
+                                      crc INTEGER NOT NULL)
+"""
+"""Of a compacted topic: how far each partition is compacted (`compaction.Progress`). Made with the first pass."""
 
 
 class Meta(msgspec.Struct, frozen=True):
@@ -177,8 +186,8 @@ def read_meta(connection: apsw.Connection, topic: str) -> Meta:
     if row is None or not isinstance(row[0], bytes) or crc32(row[0]) != row[1]:
         raise DataDamaged(topic, (), "its description (table meta) is missing or altered")
     fields = msgspec.msgpack.decode(row[0])
-    if fields.get("format", 0) > FORMAT:
-        raise NewerFormat(newer_format(f"{topic} in the embedded log", fields["format"], FORMAT))
+    if fields.get("format", 0) > COMPACTED_FORMAT:
+        raise NewerFormat(newer_format(f"{topic} in the embedded log", fields["format"], COMPACTED_FORMAT))
     meta = msgspec.convert(fields, Meta)
     if meta.deleted:
         raise UnknownTopic(f"topic {topic!r} was deleted")
@@ -317,6 +326,15 @@ class DurableFile:
             return
         except FAULTS as error:
             raise classify(error, name) from error
+
+    def checkpoint(self) -> None:
+        """Move the write-ahead log into the database, as far as no reader needs it."""
+        try:
+            self.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
+        except (apsw.BusyError, apsw.LockedError, apsw.FullError):
+            return  # another process does it, or there is no room now: the next one will
+        except apsw.Error:
+            self.broken = True
 
     def transact(self, work: Callable[[], T], marks: Callable[[T], Mapping[int, int]], slots: int) -> T:
         """Run `work` in one write transaction, durable and marked when this returns.

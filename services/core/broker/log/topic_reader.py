@@ -10,7 +10,8 @@ that gets its offset after a power cut. Records of a dead writer are synced and 
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import NamedTuple, NoReturn, TypeVar
@@ -31,10 +32,19 @@ _ROWS = 16
 
 
 class ReadResult(NamedTuple):
-    """Consecutive records of one partition. `offset`: of the first one."""
+    """Records of one partition, in order, and their offsets. next: where the next read goes on. There may be no record at all
+    before it: compaction removed them, or they are recorded as lost."""
 
-    offset: int
+    offsets: Sequence[int]
     records: list[Record]
+    next: int
+
+    def below(self, end: int) -> "ReadResult":
+        """Without the records from offset `end` on."""
+        if self.next <= end:
+            return self
+        count = bisect_left(self.offsets, end)
+        return ReadResult(self.offsets[:count], self.records[:count], end)
 
 
 class TopicReader(OpenTopic):
@@ -74,16 +84,16 @@ class TopicReader(OpenTopic):
             return [head._replace(next=max(head.next, mark)) for head, mark in zip(heads, marks, strict=True)]
 
     def read(self, partition: int, offset: int, max_records: int) -> ReadResult | None:
-        """Records from `offset` on, whole rows: there may be more than asked. None at the end.
+        """Records from `offset` on, whole rows: there may be more than asked, or none of several offsets. None at the end.
 
         Raises OffsetOutOfRange, DataDamaged, Unavailable, UnknownTopic.
         """
         run, mark = self._read(partition, offset, max_records)
-        if run is not None and run.records and run.offset >= mark:
+        if run is not None and run.records and run.offsets[0] >= mark:
             with classified(self._store.topic):
                 self._store.sync_and_mark()
             run, mark = self._read(partition, offset, max_records)
-        return None if run is None else run._replace(records=run.records[: max(0, mark - run.offset)])
+        return None if run is None else run.below(max(mark, offset))
 
     def _read(self, partition: int, offset: int, max_records: int) -> tuple[ReadResult | None, int]:
         """The records stored from `offset` on, and the partition's mark."""
@@ -120,10 +130,12 @@ class TopicReader(OpenTopic):
     def timestamp_at(self, partition: int, offset: int) -> int | None:
         """The timestamp of the first record from `offset` on; None at the end or when it cannot be read."""
         with classified(self._store.topic):
-            for row in self._rows(partition, offset, 1):
-                records = read_row(row)
-                if records:
-                    return records[max(0, offset - row.first)].timestamp if offset < row.end else None
+            for row in self._rows(partition, offset, _ROWS):
+                block = read_row(row)
+                if block is None:
+                    return None
+                if (index := bisect_left(block.offsets, offset)) < len(block.records):
+                    return block.records[index].timestamp
         return None
 
     def last_epoch(self, writer: str) -> int | None:
@@ -135,9 +147,10 @@ class TopicReader(OpenTopic):
         row = first_row_since(self._store.connection, partition, head, wanted)
         if row is None:
             return head.next
-        for index, record in enumerate(read_row(row) or ()):
+        block = read_row(row)
+        for found, record in () if block is None else zip(block.offsets, block.records, strict=True):
             if record.timestamp >= wanted:
-                return max(head.start, row.first + index)
+                return max(head.start, found)
         return max(head.start, row.first)
 
     def _rows(self, partition: int, offset: int, limit: int) -> Iterator[Row]:
@@ -154,22 +167,22 @@ class TopicReader(OpenTopic):
         if offset < self._store.start_of(partition):
             return None
         found: list[Record] = []
+        runs: list[Sequence[int]] = []
         expected, size = offset, 0
         for row in self._rows(partition, offset, _ROWS):
-            if not row.first <= expected < row.end or (found and row.first != expected):
+            if not row.first <= expected < row.end or (runs and row.first != expected):
                 break
-            records = read_row(row)
-            if records is None:
+            block = read_row(row)
+            if block is None:
                 break
-            if found:
-                found.extend(records)
-            else:
-                found = records[expected - row.first :] if expected > row.first else records
+            skipped = bisect_left(block.offsets, expected) if expected > row.first else 0
+            found += block.records[skipped:] if skipped else block.records
+            runs.append(block.offsets[skipped:] if skipped else block.offsets)
             expected = row.end
             size += len(row.data)
             if len(found) >= max_records or size >= READ_BYTES:
                 break
-        return ReadResult(offset, found) if found else None
+        return ReadResult(_join(runs), found, expected) if runs else None
 
     def _read_behind_gap(self, partition: int, offset: int, max_records: int, mark: int) -> ReadResult | None:
         """When no row can be read at `offset`: None at the end, the records behind a range recorded as lost, or an error."""
@@ -189,7 +202,7 @@ class TopicReader(OpenTopic):
         run = self._read_rows(partition, after, max_records) or self._read_behind_gap(
             partition, after, max_records, mark
         )
-        return run or ReadResult(after, [])
+        return run or ReadResult((), [], after)
 
     def _raise_damage(self, partition: int, offset: int, end: int, detail: str) -> NoReturn:
         """Raises with the unreadable range at `offset`; without one when all acknowledged records are before it."""
@@ -198,8 +211,15 @@ class TopicReader(OpenTopic):
         raise DataDamaged(self._store.topic, lost, f"{detail}. Try: penstock log verify, then penstock log repair")
 
 
+def _join(runs: list[Sequence[int]]) -> Sequence[int]:
+    """The offsets of consecutive rows. A range, which takes no memory, where no row is sparse."""
+    if all(type(run) is range for run in runs):
+        return range(runs[0][0], runs[-1][-1] + 1)
+    return [offset for run in runs for offset in run]
+
+
 def lag_behind(reader: TopicReader, nexts: Mapping[int, int], now_ms: int) -> dict[int, Lag]:
-    """The lag for the next unprocessed offset of each partition. Records that retention removed count too."""
+    """The lag for the next unprocessed offset of each partition. Records that retention or compaction removed count too."""
     found = {}
     heads = reader.heads()
     for partition, offset in nexts.items():

@@ -8,8 +8,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import apsw
-
 from services.core.broker.errors import DataDamaged, StorageFull, UnknownTopic
 from services.core.broker.log.clock import WallClock
 from services.core.broker.log.data_folder import DataFolder
@@ -88,12 +86,7 @@ class TopicWriter(OpenTopic):
     def checkpoint(self) -> None:
         """Move the write-ahead log into the database; between transactions, after their answers."""
         self._unsaved = 0
-        try:
-            self._store.connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
-        except (apsw.BusyError, apsw.LockedError, apsw.FullError):
-            return  # another process does it, or there is no room now: the next one will
-        except apsw.Error:
-            self._store.broken = True
+        self._store.checkpoint()
 
     def _insert(self, blocks: Mapping[int, Sequence[Packed]], fence: Fence | None) -> "_Done | None":
         self._refresh()

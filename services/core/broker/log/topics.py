@@ -12,7 +12,16 @@ from services.core.broker.log.clock import WallClock
 from services.core.broker.log.data_folder import DataFolder, TopicFiles, is_topic_name
 from services.core.broker.log.high_water_marks import HighWaterMarks, require_no_loss
 from services.core.broker.log.row_format import MAX_PARTITIONS
-from services.core.broker.log.sqlite_file import FORMAT, TOPIC_TABLES, Meta, checksum, classified, connect, write_meta
+from services.core.broker.log.sqlite_file import (
+    COMPACTED_FORMAT,
+    FORMAT,
+    TOPIC_TABLES,
+    Meta,
+    checksum,
+    classified,
+    connect,
+    write_meta,
+)
 from services.core.broker.log.topic_store import TopicStore
 from services.core.folders import sync_folder
 
@@ -23,8 +32,6 @@ def create_topic(folder: DataFolder, spec: TopicSpec) -> None:
         raise ValueError(f"topic name {spec.name[:80]!r}. Try: lower-case letters, digits, '.', '_', '-'; at most 200")
     if not 1 <= spec.partitions <= MAX_PARTITIONS:
         raise ValueError(f"topic {spec.name!r}: {spec.partitions} partitions. Try: 1 to {MAX_PARTITIONS}")
-    if spec.compact:
-        raise ValueError(f"topic {spec.name!r}: the embedded log does not compact. Try: Kafka, or a retention")
     files = folder.topic(spec.name)
     with folder.locked_catalog(), classified(spec.name):
         if files.db.exists():
@@ -106,7 +113,9 @@ def _write_draft(path: Path, spec: TopicSpec, incarnation: bytes) -> None:
     with closing(connect(path, create=True)) as connection, connection:
         connection.execute(TOPIC_TABLES)
         kept = (spec.retention_ms, spec.retention_bytes, WallClock().now_ms())
-        write_meta(connection, Meta(FORMAT, spec.name, incarnation, spec.partitions, *kept))
+        version = COMPACTED_FORMAT if spec.compact else FORMAT
+        meta = Meta(version, spec.name, incarnation, spec.partitions, *kept, compact=spec.compact)
+        write_meta(connection, meta)
         connection.executemany(
             "INSERT INTO partitions VALUES(?,0,0,?)", [(p, checksum(p, 0, 0)) for p in range(spec.partitions)]
         )
