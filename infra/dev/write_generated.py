@@ -133,7 +133,7 @@ A destination has few series, because a fleet may have a thousand destinations:
 
 | where | series for each destination |
 |---|---|
-| each instance of expel | 34 series while nothing has failed; at most 96 after every kind of failure |
+| each instance of expel | 34 series while nothing has failed; at most 97 after every kind of failure |
 | with a signing secret; for each credential | 2 series; one more for a certificate |
 | each partition that an instance of expel owns, for each group | 2 series: the lag in records and in seconds |
 | the observer | at most 8 series |

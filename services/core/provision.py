@@ -172,8 +172,9 @@ async def ensure_topics(
 
     recorder: without one nothing is recorded, and new streams count as keyed.
 
-    Raises NoSuchTopics, TooFewPartitions without `grow`, and UnsafeTopic when an existing topic can lose acknowledged events, or is
-    compacted and should not be, or the other way round; all before any change. Raises BrokerError kinds; after those, call again.
+    Raises NoSuchTopics, TooFewPartitions without `grow`, and UnsafeTopic when an existing topic can lose acknowledged events,
+    or is compacted and should not be, or the other way round; all before any change. Raises BrokerError kinds; after those,
+    call again.
     """
     existing = await admin.topics()
     if absent := find_absent(existing, pipes):
