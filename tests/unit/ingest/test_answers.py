@@ -136,8 +136,8 @@ LARGE: list[tuple[bytes, str, str]] = [
 ]
 ELSEWHERE = {
     "no-valid-key", "scope-missing", "over-quota", "incomplete-body", "too-slow", "too-old", "nothing-accepted", "internal",
-    "no-key", "not-compacted", "overloaded", "stream-full", "broker-unavailable", "outcome-unknown", "storage-full",
-    "stream-not-ready", }  # fmt: skip """Problems that the other tests of this file render."""
+    "broker-unavailable", "no-key", "not-compacted", "outcome-unknown", "overloaded", "storage-full", "stream-full",
+    "stream-not-ready",
 
 
 def details(reply: Reply) -> list[tuple[str, str]]:
