@@ -138,6 +138,8 @@ ELSEWHERE = {
     "no-valid-key", "scope-missing", "over-quota", "incomplete-body", "too-slow", "too-old", "nothing-accepted", "internal",
     "broker-unavailable", "no-key", "not-compacted", "outcome-unknown", "overloaded", "storage-full", "stream-full",
     "stream-not-ready",
+}  # fmt: skip
+"""Problems that the other tests of this file render."""
 
 
 def details(reply: Reply) -> list[tuple[str, str]]:
