@@ -99,7 +99,7 @@ async def test_the_predecessors_retries_are_recognised_without_the_header() -> N
 
 def tombstones() -> float:
     labels = {"pipe": "late", "destination": "hook"}
-    return REGISTRY.get_sample_value("penstock_expel_events_tombstones_total", labels) or 0.0
+    return REGISTRY.get_sample_value("penstock_expel_tombstones_total", labels) or 0.0
 
 
 async def test_tombstones_are_settled_and_not_sent() -> None:
