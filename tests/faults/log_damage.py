@@ -56,9 +56,9 @@ def read_everything(folder: Path) -> dict[int, list[bytes]]:
             offset, values = held.start, []
             assert held.start == 0, "records vanished from the beginning"
             while (run := reader.read(partition, offset, 7)) is not None:
-                assert run.offset == offset, "offsets were passed over"
+                assert list(run.offsets) == list(range(offset, run.next)), "offsets were passed over"
                 values += [record.value or b"" for record in run.records]
-                offset += len(run.records)
+                offset = run.next
             found[partition] = values
     return found
 

@@ -165,9 +165,10 @@ def _read_on(
         return last + 1
     if run is None:
         return None
-    found.update({(partition, run.offset + n): record.value or b"" for n, record in enumerate(run.records)})
-    lost.update((partition, n) for n in range(offset, run.offset))
-    return run.offset + len(run.records)
+    values = {n: record.value or b"" for n, record in zip(run.offsets, run.records, strict=True)}
+    found.update({(partition, n): value for n, value in values.items()})
+    lost.update((partition, n) for n in range(offset, run.next) if n not in values)
+    return run.next
 
 
 def account(folder: DataFolder, expected: Values = EVERYTHING) -> str:
