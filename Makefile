@@ -13,14 +13,14 @@ WORKERS ?= 4
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install setup jars classes emulator check unit test demo bench soak simulate sbom release clean
+.PHONY: help install setup jars classes emulator clients check unit test demo bench soak simulate sbom release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(RUN)  ## .venv with what Penstock runs on, and a Java if there is none; quick when nothing changed
 
-setup: $(STAMP) jars emulator  ## install, and what checks and tests need: packages, the jars, a Kinesis emulator
+setup: $(STAMP) jars emulator clients  ## install, and what checks and tests need: packages, the jars, a Kinesis emulator
 
 $(RUN): pyproject.toml $(foreach name,build services java,infra/lock/$(name).txt) infra/dev/setup.sh
 	@PYTHON="$(PYTHON)" infra/dev/setup.sh
@@ -45,6 +45,11 @@ classes: setup
 emulator: $(EMULATOR)
 	@infra/dev/node.sh
 	@$(PY) -m services.core.aws_emulator
+
+# Clients of schema registries for Node, which tests run against ours.
+clients: $(STAMP)
+	@infra/dev/node.sh
+	@$(PY) -m tests.support.schema_clients
 
 check: $(STAMP)  ## format, lint, types, import rules
 	@$(PY) -m ruff format --check .

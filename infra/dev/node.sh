@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs Node.js and npm, which run the Kinesis emulator. `make` calls it; safe to run again, quick when they are there.
+# Installs Node.js and npm, which run the Kinesis emulator and clients of the registry. `make` calls it; safe to run again, quick when they are there.
 set -euo pipefail
 
 have_node() {

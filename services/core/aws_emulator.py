@@ -124,39 +124,44 @@ def _kinesis(plain: int, tls: int) -> Sequence[str]:
 
 
 def install_kinesis() -> Path:
-    """The folder of kinesis-mock. Installs it with npm if it is missing. Blocks up to 300 s; safe in several processes.
+    """The folder of kinesis-mock. Installs it if it is missing. As `install_npm`."""
+    return install_npm(_NPM_FOLDER, "emulator", "the Kinesis emulator") / "node_modules" / "kinesis-local"
 
-    npm compares the package with the hash in the lock. Raises EmulatorNotReady.
+
+def install_npm(source: Path, name: str, what: str) -> Path:
+    """A folder with the npm packages of the lock in `source`, in ~/.cache/penstock. Blocks up to 300 s; safe in several
+    processes.
+
+    npm compares each package with the hash in the lock. Raises EmulatorNotReady.
     """
-    digest = hashlib.sha256((_NPM_FOLDER / "package-lock.json").read_bytes()).hexdigest()
-    folder = Path.home() / ".cache" / "penstock" / f"emulator-{digest[:12]}"
-    package = Path("node_modules", "kinesis-local")
-    if (folder / package).is_dir():
-        return folder / package
+    digest = hashlib.sha256((source / "package-lock.json").read_bytes()).hexdigest()
+    folder = Path.home() / ".cache" / "penstock" / f"{name}-{digest[:12]}"
+    if (folder / "node_modules").is_dir():
+        return folder
     npm = _find_program("npm")
-    print(f"Installing the Kinesis emulator, once, into {folder} ...", file=sys.stderr)
+    print(f"Installing {what}, once, into {folder} ...", file=sys.stderr)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".installing-") as scratch:
-        installed = Path(scratch) / "emulator"
-        shutil.copytree(_NPM_FOLDER, installed)
+        installed = Path(scratch) / name
+        shutil.copytree(source, installed)
         options = ("--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error")
-        _run_npm([npm, "ci", "--prefix", str(installed), *options])
+        _run_npm([npm, "ci", "--prefix", str(installed), *options], what)
         try:
             installed.rename(folder)
         except OSError:
             if not folder.is_dir():  # otherwise another process was faster
                 raise
-    return folder / package
+    return folder
 
 
-def _run_npm(command: Sequence[str]) -> None:
+def _run_npm(command: Sequence[str], what: str) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False)  # noqa: S603
     except subprocess.TimeoutExpired as error:
         raise EmulatorNotReady(f"npm did not finish within {_INSTALL_SECONDS:.0f} s. {_NPM_REMEDY}") from error
     if done.returncode != 0:
         end = "\n".join((done.stdout + done.stderr).splitlines()[-12:])
-        raise EmulatorNotReady(f"npm could not install the Kinesis emulator. {_NPM_REMEDY} Its output:\n{end}")
+        raise EmulatorNotReady(f"npm could not install {what}. {_NPM_REMEDY} Its output:\n{end}")
 
 
 def _find_program(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from services.core.avro.compatibility import Level
+from services.core.avro.idl import parse_idl
 from services.core.avro.json_document import SchemaError
 from services.core.avro.protocol import Protocol as AvroProtocol
 from services.core.avro.protocol import parse_protocol
@@ -22,7 +23,7 @@ from services.registry.problems import Refused
 from services.registry.registrar import Registrar, check_subject, latest_version, read_text
 from services.registry.views import identity_view, protocol_view, schema_view, version_view
 
-_LANGUAGES = ("avpr",)
+_LANGUAGES = ("avpr", "avdl")
 _SUFFIXES = ("-value", "-key")
 
 
@@ -130,9 +131,9 @@ class OwnApi:
         found = await self._registrar.differences(old, new)
         broken = {one.breaks for one in found} - {""}
         levels = {
-            Level.BACKWARD: not broken & {"BACKWARD", "FULL"},
-            Level.FORWARD: not broken & {"FORWARD", "FULL"},
-            Level.FULL: not broken,
+            Level.BACKWARD.value: not broken & {"BACKWARD", "FULL"},
+            Level.FORWARD.value: not broken & {"FORWARD", "FULL"},
+            Level.FULL.value: not broken,
         }
         return json_answer(
             {
@@ -249,7 +250,7 @@ class OwnApi:
                 problems.BAD_REQUEST,
                 'Send {"text": "…", "language": "avpr" or "avdl", "imports": {"other.avdl": "…"}}.',
             )
-        protocol = await asyncio.to_thread(_read_protocol, text)
+        protocol = await asyncio.to_thread(_read_protocol, text, language, imports)
         types = []
         for one in protocol.types:
             name = check_subject(one.full_name)
@@ -268,9 +269,9 @@ class OwnApi:
         return json_answer({"protocol": full_name, "types": registered, "warnings": warnings}, status=201)
 
 
-def _read_protocol(text: str) -> AvroProtocol:
+def _read_protocol(text: str, language: str, imports: Mapping[str, str]) -> AvroProtocol:
     try:
-        return parse_protocol(text)
+        return parse_protocol(text) if language == "avpr" else parse_idl(text, load=imports.__getitem__)
     except SchemaError as error:
         place = {"path": error.path, "line": error.line, "column": error.column, "file": error.file}
         raise Refused(problems.BAD_SCHEMA, str(error), **place) from error
