@@ -32,6 +32,9 @@ VALUE = "value"
 EVENT_TIME = "event_time"
 """The view's column with the event's time, when the pipe has a watermark over it."""
 
+LATEST_MS = 253_402_300_799_999
+"""The end of the year 9999, the last time of Spark's timestamps."""
+
 DIGITS, _MOST_DIGITS = 19, 63
 """Of an offset below 2^63, and of an offset of Kinesis, which has up to 206 bits."""
 

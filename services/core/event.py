@@ -16,8 +16,8 @@ ARRIVAL = "penstock_arrival"
 ORIGIN = "penstock_origin"
 """The packed `Origin`: `incarnation:partition:sequence`. On every record."""
 TIME = "penstock_time"
-"""Event time: milliseconds since the epoch, ASCII decimal. Only on records that Spark wrote to Kafka, because Spark's sink sets
-no timestamps. It is the last header. Our Kafka consumer makes it the timestamp again."""
+"""Event time: milliseconds since the epoch, ASCII decimal. On Kafka the last header of our records, because the timestamp
+there is the time of storing. Our readers of Kafka make it the timestamp again, and remove the header."""
 MAX_MILLIS_DIGITS = 15
 """A longer number is not a time."""
 OUTPUTS = "penstock_outputs"
@@ -106,8 +106,10 @@ def read_traceparent(record: Record) -> str | None:
 
 def restore_time(timestamp: int, headers: Headers) -> tuple[int, Headers]:
     """The event time in ms and the headers without TIME. Without a valid TIME as the last header: both unchanged."""
-    if headers and headers[-1][0] == TIME and headers[-1][1].isdigit() and len(headers[-1][1]) <= MAX_MILLIS_DIGITS:
-        return int(headers[-1][1]), headers[:-1]
+    if headers and headers[-1][0] == TIME:
+        text = headers[-1][1]
+        if text and text.isdigit() and len(text) <= MAX_MILLIS_DIGITS:
+            return int(text), headers[:-1]
     return timestamp, headers
 
 

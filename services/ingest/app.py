@@ -23,7 +23,7 @@ from services.core.startup import Readiness, open_when_reachable, raise_file_lim
 from services.ingest.access import Access
 from services.ingest.endpoint import Endpoint
 from services.ingest.http_server import HttpServer, Timeouts
-from services.ingest.intake import Intake, max_age_ms
+from services.ingest.intake import Intake
 from services.ingest.key_watch import watch_keys
 from services.ingest.metrics import NODE, StreamLedger
 from services.ingest.probe import Probe, flush_tallies
@@ -58,12 +58,8 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
         if broker is None:
             return
         producer = await stack.enter_async_context(Producer(broker.appender, max_pending_bytes=settings.max_in_flight))
-        by_event_time = broker.features.retention_by_event_time
         intakes = {
-            name: Intake(
-                name, stream, producer.rotate_keyless, max_age_ms=max_age_ms(stream) if by_event_time else None
-            )
-            for name, stream in own_streams(pipes).items()
+            name: Intake(name, stream, producer.rotate_keyless) for name, stream in own_streams(pipes).items()
         }
         ledgers = []
         if settings.ledger:

@@ -84,21 +84,10 @@ class Prepared(msgspec.Struct, frozen=True):
     has_keys: bool
 
 
-def max_age_ms(stream: Stream) -> int:
-    """The greatest age of an accepted event where retention counts from the event time. The other half is for the delivery."""
-    return round(stream.retention * 500)
-
-
 class Intake:
-    """One stream in this process. `partitions` is 0 until the broker has answered (`probe.py`).
+    """One stream in this process. `partitions` is 0 until the broker has answered (`probe.py`)."""
 
-    max_age_ms: older events are refused, because a broker that counts retention from the event time would drop them soon
-    after it acknowledged them. Not by a compacted stream, which keeps the newest of each key.
-    """
-
-    def __init__(
-        self, name: str, stream: Stream, rotate: Callable[[str, int], int], *, max_age_ms: int | None = None
-    ) -> None:
+    def __init__(self, name: str, stream: Stream, rotate: Callable[[str, int], int]) -> None:
         self.name = name
         self.partitions = 0
         self.tally = Tally(name)
@@ -110,10 +99,16 @@ class Intake:
         self._ids = IdMaker()
         self.compact = stream.compact
         self._rotate = rotate
-        self._max_age_ms = None if stream.compact else max_age_ms
+        self._retention = stream.retention
+        self._max_age_ms: int | None = None
         self._id_field, self._key_field, self._time_field = map(_reader, (stream.id, stream.key, stream.time))
         self._names = {with_attributes: _name_values(stream, with_attributes) for with_attributes in (False, True)}
         self._keyless, self._keyless_since = 0, -KEYLESS_MS
+
+    def limit_age(self, *, by_event_time: bool) -> None:
+        """Refuse old events where retention counts from the event time: the broker would drop them soon after it acknowledged
+        them. Half the retention is for the delivery. A compacted stream keeps the newest of each key."""
+        self._max_age_ms = round(self._retention * 500) if by_event_time and not self.compact else None
 
     def prepare(self, items: Items, arrival: int, traceparent: str | None) -> Prepared:
         """The events as records. `arrival` in ms. Raises Refused: an id with control characters refuses the whole request."""

@@ -83,6 +83,7 @@ class Probe:
     async def _prepare(self, intake: Intake) -> None:
         """Before the first event of this incarnation is accepted."""
         await require_safe_topics(self._broker.admin, [intake.name, TELEMETRY])
+        intake.limit_age(by_event_time=bool(await self._broker.admin.kept_by_event_time([intake.name])))
         if intake.ledger is not None and not intake.ledger.is_introduced:
             ends = await self._broker.reader.next_at_least(intake.name)
             intake.ledger.introduce(intake.origins.incarnation, ends)

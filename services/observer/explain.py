@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -127,8 +127,6 @@ def _find_spans(table: Table, pipe: str, wanted: Sequence[Key]) -> dict[Key, Spa
 
 
 MAX_NAMED = 1_000
-SPAN_MINUTES = 15
-"""Of event time, from before the minute on: the range in a transform's output that has the minute's events."""
 MAX_READ = 300_000
 """The most records that are read for one answer."""
 
@@ -217,13 +215,11 @@ def _name(step: StepSets, table: Table, pipe: str) -> Iterable[Missing]:
 
 
 async def _search_output(search: Search, reader: Reader, topic: str, minute: int, wanted: set[bytes]) -> None:
-    """By the time of the records: no report has the offsets of a transform's output."""
-    first = datetime.fromtimestamp((minute - 1) * 60, UTC)
-    starts = await reader.offsets_at(topic, first)
-    ends = await reader.offsets_at(topic, first + timedelta(minutes=SPAN_MINUTES))
+    """By the time of the records: no report has the offsets of a transform's output. To the end: on Kafka the date is compared
+    with when they were stored, and a transform may have been behind."""
+    starts = await reader.offsets_at(topic, datetime.fromtimestamp((minute - 1) * 60, UTC))
     for partition, start in starts.items():
-        end = ends.get(partition)
-        await search.read(topic, partition, start, end if end != start else None, wanted, read_origin)
+        await search.read(topic, partition, start, None, wanted, read_origin)
 
 
 async def _partitions(reader: Reader, topic: str) -> dict[int, PartitionRange]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
@@ -30,7 +30,7 @@ from spark.brokers.contract import (
 from spark.brokers.kafka_login import ClientLogin
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, jvm
-from spark.records import DIGITS, HEADERS, OUT, OUT_SCHEMA, RAW_NAMES, OffsetRange, Offsets, to_arrow
+from spark.records import DIGITS, HEADERS, LATEST_MS, OUT, OUT_SCHEMA, RAW_NAMES, OffsetRange, Offsets, to_arrow
 
 REQUEST_MS = 30_000
 _SINK = {
@@ -214,7 +214,8 @@ class KafkaSparkBroker(SparkBroker):
 
     def _to_raw(self, frame: DataFrame) -> DataFrame:
         columns = {name: f.col(name) for name in RAW_NAMES} | {
-            "offset": f.lpad(f.col("offset").cast("string"), DIGITS, "0")
+            "offset": f.lpad(f.col("offset").cast("string"), DIGITS, "0"),
+            **restored_time(),
         }
         if self._prefix:
             columns["topic"] = f.substr(f.col("topic"), f.lit(len(self._prefix) + 1))
@@ -289,13 +290,24 @@ def _properties(classes: Any, settings: Mapping[str, str]) -> Any:
     return properties
 
 
+def restored_time() -> dict[str, Column]:
+    """The columns `timestamp` and `headers` of a record of the connector: as `services.core.event.restore_time`."""
+    headers = f.col("headers")
+    last = f.try_element_at(headers, f.lit(-1))
+    millis = last["value"].cast("string").try_cast("long")
+    is_time = (last["key"] == names.TIME) & millis.between(0, LATEST_MS)
+    return {
+        "timestamp": f.when(is_time, f.timestamp_millis(millis)).otherwise(f.col("timestamp")),
+        "headers": f.when(is_time, f.slice(headers, f.lit(1), f.size(headers) - 1)).otherwise(headers),
+    }
+
+
 def for_sink(frame: DataFrame) -> DataFrame:
-    """The connector's columns. It sets no timestamps, so event time travels in a header."""
+    """The connector's columns. It sets no timestamps, so event time travels in a header, which is the last one."""
     millis = f.unix_millis(f.col("timestamp")).cast("string").cast("binary")
     time = f.array(f.struct(f.lit(names.TIME).alias("key"), millis.alias("value"))).cast(HEADERS)
     # Only the first header of a name counts. A lambda (filter) would take the whole projection out of generated code.
     at = f.array_position("headers.key", names.TIME).cast("int")
     after = f.slice("headers", at + 1, f.size("headers"))
-    in_place = f.concat(f.slice("headers", f.lit(1), at - 1), time, after)
-    headers = f.when(at > 0, in_place).otherwise(f.concat("headers", time))
-    return frame.select("key", "value", headers.alias("headers"))
+    others = f.when(at > 0, f.concat(f.slice("headers", f.lit(1), at - 1), after)).otherwise(f.col("headers"))
+    return frame.select("key", "value", f.concat(others, time).alias("headers"))

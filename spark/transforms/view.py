@@ -11,7 +11,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import DecimalType, StringType, StructField, StructType
 
 from services.core import event as names
-from spark.records import EVENT, EVENT_TIME, HEADERS, RAW_NAMES, READ, VALUE
+from spark.records import EVENT, EVENT_TIME, HEADERS, LATEST_MS, RAW_NAMES, READ, VALUE
 from spark.transforms.mismatch import NOISE, explain_mismatch, most_noise, with_decimals
 
 FAILED_CHECK = "_penstock_failed_check"
@@ -25,7 +25,6 @@ _ID = "_penstock_id"
 _PARSED = "_penstock_parsed"
 _CORRUPT = "_penstock_corrupt"
 _JSON = {"columnNameOfCorruptRecord": _CORRUPT, "mode": "PERMISSIVE", "allowNonNumericNumbers": "false"}
-_LATEST_MS = 253_402_300_799_999  # the end of the year 9999
 
 
 SCHEMA_MISMATCH = "schema_mismatch"
@@ -176,14 +175,14 @@ def _seen_columns(columns: StructType | None, *, stamped: bool) -> list[Column]:
 
 
 def event_time() -> Column:
-    """Of a raw record: its time header, else its timestamp (Spark's Kafka sink cannot set timestamps)."""
+    """Of a raw record: its timestamp; its time header, where that is not the last one."""
     return f.coalesce(_millis(names.TIME), f.col("timestamp"))
 
 
 def _millis(name: str) -> Column:
     """A header in milliseconds since the epoch as a timestamp; null when missing or no such number."""
     number = header(name).cast("string").try_cast("long")
-    return f.when(number.between(0, _LATEST_MS), f.timestamp_millis(number))
+    return f.when(number.between(0, LATEST_MS), f.timestamp_millis(number))
 
 
 def header(name: str) -> Column:

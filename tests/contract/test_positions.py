@@ -2,10 +2,11 @@
 
 import asyncio
 from datetime import UTC, datetime, timedelta
+from typing import Literal
 
 import pytest
 
-from services.core.broker.contract import MAX_POLL_BYTES, Lag, Start, TopicSpec
+from services.core.broker.contract import MAX_POLL_BYTES, Broker, Lag, Start, TopicSpec
 from services.core.broker.errors import OffsetOutOfRange, Unavailable
 from services.core.broker.reading import read_tail
 from services.core.broker.record import Record, TopicPartition
@@ -25,29 +26,43 @@ from tests.contract.traffic import (
     until_async,
 )
 
+_APART_S = 0.05
+"""Between two chunks: more than two clocks of one machine differ."""
 
-def _at(number: int) -> datetime:
-    """The event time of record `number`."""
-    return datetime.fromtimestamp(BASE_TIME / 1000, UTC) + timedelta(milliseconds=number)
+
+async def _store(broker: Broker, topic: str, *chunks: range) -> list[datetime]:
+    """Append each chunk, stamped with the present time. Gives a date shortly before each, and one behind the last.
+
+    So it is the same whether a date is compared with the storing of the records or with their timestamps.
+    """
+    dates = []
+    for chunk in chunks:
+        await asyncio.sleep(_APART_S)
+        dates.append(datetime.now(UTC))
+        await asyncio.sleep(_APART_S)
+        stamp = round(datetime.now(UTC).timestamp() * 1000)
+        await append(broker, topic, [Record(one.key, one.value, stamp) for one in numbered(chunk)])
+    await asyncio.sleep(_APART_S)
+    return [*dates, datetime.now(UTC)]
 
 
 @pytest.mark.parametrize(
-    ("start", "expected"),
+    ("which", "expected"),
     [
         ("earliest", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
         ("latest", [10]),
-        (_at(4), [4, 5, 6, 7, 8, 9, 10]),
-        (_at(-1000), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
-        (_at(5000), [10]),
+        (1, [4, 5, 6, 7, 8, 9, 10]),
+        (0, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        (-1, [10]),
     ],
     ids=["earliest", "latest", "date", "date-before-all", "date-after-all"],
 )
-async def test_start(harness: Harness, start: Start, expected: list[int]) -> None:
+async def test_start(harness: Harness, which: Literal["earliest", "latest"] | int, expected: list[int]) -> None:
     """If it fails, a new group misses events or reads old ones: time travel and replay land at the wrong place."""
     async with harness.open() as broker:
         topic = await harness.create_topic(broker)
-        for chunk in (range(4), range(4, 5), range(5, 10)):
-            await append(broker, topic, numbered(chunk))
+        dates = await _store(broker, topic, range(4), range(4, 5), range(5, 10))
+        start: Start = dates[which] if isinstance(which, int) else which
         async with broker.consumer(harness.fresh_name("g"), [topic], start=start, on_revoke=ignore_revoke) as consumer:
             await own(consumer, 1)
             assert await poll(consumer, max_records=1, max_wait=0.2) is not None
@@ -65,17 +80,16 @@ async def test_the_tail_since_a_time_is_read_to_the_end(harness: Harness) -> Non
     async with harness.open() as broker:
         topic = await harness.create_topic(broker)
 
-        async def tail(since: int, most: int = 100) -> list[int]:
-            batches = [batch async for batch in read_tail(broker, topic, BASE_TIME + since, most)]
+        async def tail(since: datetime, most: int = 100) -> list[int]:
+            batches = [batch async for batch in read_tail(broker, topic, round(since.timestamp() * 1000), most)]
             return numbers_of(batches)
 
-        assert await tail(0) == []
-        for chunk in (range(4), range(4, 10)):
-            await append(broker, topic, numbered(chunk))
-        assert await tail(-1000) == list(range(10))
-        assert await tail(7) == [7, 8, 9]
-        assert await tail(5000) == []
-        assert len(await tail(-1000, most=3)) in (3, 4)
+        assert await tail(datetime.now(UTC)) == []
+        dates = await _store(broker, topic, range(4), range(4, 7), range(7, 10))
+        assert await tail(dates[0]) == list(range(10))
+        assert await tail(dates[2]) == [7, 8, 9]
+        assert await tail(dates[3]) == []
+        assert len(await tail(dates[0], most=3)) in (3, 4)
         assert [batch async for batch in read_tail(broker, harness.fresh_name("none"), BASE_TIME, 10)] == []
 
 
@@ -83,12 +97,13 @@ async def test_start_applies_only_without_a_commit(harness: Harness) -> None:
     """If it fails, a restart with another start setting skips or repeats what the group had settled."""
     async with harness.open() as broker:
         topic = await harness.create_topic(broker)
-        await append(broker, topic, numbered(range(5)))
+        dates = await _store(broker, topic, range(3), range(3, 5))
         group = harness.fresh_name("g")
         async with broker.consumer(group, [topic], start="earliest", on_revoke=ignore_revoke) as consumer:
             (first, *_) = await read(consumer, 1, max_records=2)
             await consumer.commit({first.source: first.offsets[0]})
-        for start in ("latest", "earliest", _at(3)):
+        starts: tuple[Start, ...] = ("latest", "earliest", dates[1])
+        for start in starts:
             async with broker.consumer(group, [topic], start=start, on_revoke=ignore_revoke) as consumer:
                 assert numbers_of(await read(consumer, 4)) == [1, 2, 3, 4]
 
@@ -123,26 +138,35 @@ async def test_offsets_at(harness: Harness) -> None:
     """If it fails, a replay of a date range reads another range than it says."""
     async with harness.open() as broker:
         topic = await harness.create_topic(broker, partitions=2)
-        placed = await append(broker, topic, numbered(range(10)), 0)
+        dates = await _store(broker, topic, range(3), range(3, 10))
         ranges = await broker.reader.describe(topic)
         assert await broker.reader.offsets_at(topic, "earliest") == {p: r.start for p, r in ranges.items()}
         assert await broker.reader.offsets_at(topic, "latest") == {p: r.end for p, r in ranges.items()}
-        at = await broker.reader.offsets_at(topic, _at(3))
+        at = await broker.reader.offsets_at(topic, dates[1])
         assert at[1] == ranges[1].end, "the end when nothing is that new"
-        if broker.features.contiguous_offsets:
-            assert at[0] == placed.first + 3
+        found = await broker.reader.read(topic, 0, at[0], max_records=10)
+        assert found is not None
+        assert numbers_of([found]) == list(range(3, 10))
 
 
 async def test_start_at_a_date_with_times_out_of_order(harness: Harness) -> None:
-    """If it fails, late events shift the start: it is the first record not older than the date, in storage order."""
+    """If it fails, late events shift the start: it is the first record not older than the date, in storage order. Where the
+    time of storing counts, the start is earlier."""
     async with harness.open() as broker:
         topic = await harness.create_topic(broker)
-        times = [0, 50, 10, 60, 20]
-        await append(broker, topic, [Record(b"k", b"%d" % n, BASE_TIME + t) for n, t in enumerate(times)])
-        async with broker.consumer(
-            harness.fresh_name("g"), [topic], start=_at(55), on_revoke=ignore_revoke
-        ) as consumer:
-            assert numbers_of(await read(consumer, 2)) == [3, 4]
+        now = datetime.now(UTC) - timedelta(milliseconds=55)
+        times = [round(now.timestamp() * 1000) + time for time in (0, 50, 10, 60, 20)]
+        await append(broker, topic, [Record(b"k", b"%d" % n, time) for n, time in enumerate(times)])
+        start, count = now + timedelta(milliseconds=55), 5 if broker.features.dates_by_storing else 2
+        async with broker.consumer(harness.fresh_name("g"), [topic], start=start, on_revoke=ignore_revoke) as consumer:
+            assert numbers_of(await read(consumer, count)) == [0, 1, 2, 3, 4][-count:]
+
+
+async def test_retention_counts_from_storing(harness: Harness) -> None:
+    """If it fails, a client whose clock is a month behind makes the broker delete what was acknowledged."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker)
+        assert await broker.admin.kept_by_event_time([topic, harness.fresh_name("none")]) == frozenset()
 
 
 async def test_lag_counts_and_reaches_zero(harness: Harness) -> None:
@@ -165,7 +189,7 @@ async def test_lag_counts_and_reaches_zero(harness: Harness) -> None:
 
             async def three_left() -> bool:
                 lag = (await consumer.lag())[source]
-                known = (lag.stored is None) == broker.features.contiguous_offsets
+                known = _is_recent(lag.stored) if _says_stored(broker) else lag.stored is None
                 return lag.records == 3 and abs(lag.millis - _age_of(7)) < 60_000 and known
 
             await until_async(three_left, "three records left")
@@ -175,6 +199,15 @@ async def test_lag_counts_and_reaches_zero(harness: Harness) -> None:
                 return (await consumer.lag())[source] == Lag(0, 0)
 
             await until_async(none_left, "lag is zero, in records and milliseconds")
+
+
+def _says_stored(broker: Broker) -> bool:
+    """Whether lag says when a record was stored. On Kinesis the ledger counts on it."""
+    return not broker.features.contiguous_offsets or broker.features.dates_by_storing
+
+
+def _is_recent(at_ms: int | None) -> bool:
+    return at_ms is not None and abs(at_ms - datetime.now(UTC).timestamp() * 1000) < 1000 * DEADLINE
 
 
 def _age_of(number: int) -> int:
@@ -194,7 +227,7 @@ async def test_group_lag_without_members(harness: Harness) -> None:
         lag = await broker.admin.group_lag(group, topic)
         assert (lag[0].records, lag[1]) == (6, Lag(0, 0))
         assert abs(lag[0].millis - _age_of(4)) < 60_000
-        assert (lag[0].stored is None) == broker.features.contiguous_offsets, "the ledger counts on it there"
+        assert _is_recent(lag[0].stored) if _says_stored(broker) else lag[0].stored is None
 
 
 async def test_set_committed_moves_an_empty_group(harness: Harness) -> None:

@@ -56,7 +56,7 @@ async def test_redriven_once_and_on_record(kafka_cluster: KafkaCluster) -> None:
             (await producer.send_to(dead_letter_topic(pipe), {0: letters})).raise_first()
             found = await DeadLetterSearch.open(broker, where)
             assert await found.count() == COUNT
-            aim = RedriveTargets(pipes, to_stream=False, by_event_time=True)
+            aim = RedriveTargets(pipes, to_stream=False)
             work = Redrive(aim, producer, Auditor(producer, "me@here", where.as_json()), 10_000)
             await work.run(found.pages())
         assert (work.so_far.done, work.so_far.refused) == (COUNT, {})

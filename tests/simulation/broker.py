@@ -210,6 +210,10 @@ class ModelAdmin:
     async def check_durability(self, topics: Collection[str]) -> None:
         """As in the contract."""
 
+    async def kept_by_event_time(self, topics: Collection[str]) -> frozenset[str]:
+        """As in the contract: none."""
+        return frozenset()
+
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
         """As in the contract."""
         return await self._cluster.call(

@@ -31,13 +31,13 @@ MAX_RECORD_BYTES = 1_000_000
 class Kind:
     """How a backend differs from others.
 
-    gaps: in its offsets. is_eager: its groups' rebalances take everything from all members. by_event_time: what retention
-    counts from. refuses_unpolled: commits beyond what was read.
+    gaps: in its offsets. is_eager: its groups' rebalances take everything from all members. dates_by_storing: as in `Features`.
+    refuses_unpolled: commits beyond what was read.
     """
 
     name: str
     gaps: bool = False
-    by_event_time: bool = False
+    dates_by_storing: bool = False
     refuses_unpolled: bool = False
     is_eager: bool = False
 
@@ -46,14 +46,14 @@ class Kind:
         """As in the contract."""
         return Features(
             contiguous_offsets=not self.gaps,
-            retention_by_event_time=self.by_event_time,
+            dates_by_storing=self.dates_by_storing,
             max_record_bytes=MAX_RECORD_BYTES,
         )
 
 
 KINDS = (
     Kind("log", refuses_unpolled=True),
-    Kind("kafka", by_event_time=True, is_eager=True),
+    Kind("kafka", dates_by_storing=True, is_eager=True),
     Kind("kinesis", gaps=True),
 )
 
@@ -63,7 +63,9 @@ class Cluster:
 
     def __init__(self, machine: Machine, rng: random.Random, kind: Kind, weather: Weather) -> None:
         self.machine, self.rng, self.kind, self.weather = machine, rng, kind, weather
-        self.store = Store(lambda: int((EPOCH + machine.time()) * 1000), gaps=kind.gaps)
+        self.store = Store(
+            lambda: int((EPOCH + machine.time()) * 1000), gaps=kind.gaps, dates_by_storing=kind.dates_by_storing
+        )
         self.coordinator = Coordinator(self.store, machine, machine.trace, is_eager=kind.is_eager)
         self.consumers: list[ModelConsumer] = []
         self.kafka = KafkaNodes(self, rng) if kind.name == "kafka" else None

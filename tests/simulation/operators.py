@@ -133,7 +133,7 @@ class Operator:
         async def command(producer: Producer) -> None:
             history = self._history
             found = await DeadLetterSearch.open(self._broker, Filter())
-            aim = RedriveTargets(history.pipes, to_stream=False, by_event_time=history.choice.kind.by_event_time)
+            aim = RedriveTargets(history.pipes, to_stream=False)
             await Redrive(aim, producer, Auditor(producer, "me", {}), 1000.0).run(found.pages())
 
         await self._write(command)

@@ -59,10 +59,10 @@ class Group:
 
 
 class Store:
-    """One broker's disks. wall_ms: the broker's clock. gaps: whether offsets have gaps."""
+    """One broker's disks. wall_ms: the broker's clock. gaps: whether offsets have gaps. dates_by_storing: as in `Features`."""
 
-    def __init__(self, wall_ms: Callable[[], int], *, gaps: bool) -> None:
-        self.wall_ms, self.gaps = wall_ms, gaps
+    def __init__(self, wall_ms: Callable[[], int], *, gaps: bool, dates_by_storing: bool) -> None:
+        self.wall_ms, self.gaps, self.dates_by_storing = wall_ms, gaps, dates_by_storing
         self.topics: dict[str, Topic] = {}
         self.groups: dict[str, Group] = {}
         self.appends: list[Stored] = []
@@ -156,7 +156,10 @@ class Store:
 
     def offsets_at(self, name: str, start: Start) -> dict[int, int]:
         """As `Admin.offsets_at`."""
-        return {number: _begin(one, start) for number, one in enumerate(self.topic(name).partitions)}
+        by_storing = self.dates_by_storing
+        return {
+            number: _begin(one, start, by_storing=by_storing) for number, one in enumerate(self.topic(name).partitions)
+        }
 
     def begin(self, group: str, topics: Collection[str], start: Start) -> None:
         """A member joins with this start: remembered for the topics that the group does not know yet."""
@@ -250,13 +253,12 @@ class Store:
         return True
 
 
-def _begin(partition: Partition, start: Start) -> int:
+def _begin(partition: Partition, start: Start, *, by_storing: bool) -> int:
     if start == "earliest":
         return partition.start
     if start == "latest":
         return partition.end
     since = start.timestamp() * 1000
-    found = (
-        offset for offset, record in zip(partition.offsets, partition.records, strict=True) if record.timestamp >= since
-    )
+    times = partition.times if by_storing else [record.timestamp for record in partition.records]
+    found = (offset for offset, time in zip(partition.offsets, times, strict=True) if time >= since)
     return next(found, partition.end)

@@ -10,7 +10,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import StructType
 
 from services.core import event as names
-from spark.brokers.kafka import for_sink
+from spark.brokers.kafka import for_sink, restored_time
 from spark.records import RAW
 from spark.transforms.output import OutShape
 from spark.transforms.view import SourceView
@@ -23,6 +23,11 @@ _KEY, _VALUE = b"k" * 100, '{"id": "1", "user": "u", "price": 2.5}'
 def _records(spark: SparkSession, headers: list[tuple[str, bytes | None]] | None, value: str = _VALUE) -> DataFrame:
     row = (bytearray(_KEY), bytearray(value.encode()), "events", 0, "0" * 19, None, headers)
     return spark.createDataFrame([row], RAW).withColumn("timestamp", f.timestamp_millis(f.lit(77)))
+
+
+def _restored(raw: DataFrame) -> DataFrame:
+    """As it comes from Kafka."""
+    return raw.withColumns(restored_time())
 
 
 def _out(raw: DataFrame) -> DataFrame:
@@ -45,7 +50,7 @@ def _plan_of(frame: DataFrame) -> str:
 
 def test_the_projection_of_the_output_is_not_interpreted(spark: SparkSession) -> None:
     """Otherwise each event costs 10 us more of CPU: a seventh of all that a transform costs."""
-    out = for_sink(_out(_records(spark, [(names.ID, b"1")])))
+    out = for_sink(_out(_restored(_records(spark, [(names.ID, b"1"), (names.TIME, b"5")]))))
     text = _plan_of(out)
     steps = re.findall(r"^[ +:-]*(\*\(\d+\) )?(?:Project|Filter) [\[(]", text, re.MULTILINE)
     assert steps[0], text
@@ -59,16 +64,40 @@ def test_the_projection_of_the_output_is_not_interpreted(spark: SparkSession) ->
         ([], [(names.TIME, b"77")]),
         ([("a", b"1")], [("a", b"1"), (names.TIME, b"77")]),
         ([(names.TIME, b"5")], [(names.TIME, b"77")]),
-        ([("a", None), (names.TIME, b"5"), ("b", b"\xff")], [("a", None), (names.TIME, b"77"), ("b", b"\xff")]),
+        ([("a", None), (names.TIME, b"5"), ("b", b"\xff")], [("a", None), ("b", b"\xff"), (names.TIME, b"77")]),
     ],
 )
-def test_event_time_is_the_first_header_of_its_name(
+def test_event_time_is_the_last_header(
     spark: SparkSession, headers: list[tuple[str, bytes | None]], expected: list[tuple[str, bytes | None]]
 ) -> None:
     """Kafka's sink sets no timestamps: without this header, or with an old one in front of it, an event's time is lost."""
     row = for_sink(_records(spark, headers).select("key", "value", "timestamp", "headers")).first()
     assert row is not None
     assert [tuple(header) for header in row.headers] == expected
+
+
+@pytest.mark.parametrize(
+    ("headers", "kept", "millis"),
+    [
+        ([("a", None), (names.TIME, b"5")], [("a", None)], 5),
+        ([(names.TIME, b"5"), ("b", b"1")], [(names.TIME, b"5"), ("b", b"1")], 77),
+        ([(names.TIME, b"soon")], [(names.TIME, b"soon")], 77),
+        ([(names.TIME, None)], [(names.TIME, None)], 77),
+        ([], [], 77),
+        (None, None, 77),
+    ],
+)
+def test_the_time_of_a_record_is_in_its_last_header(
+    spark: SparkSession,
+    headers: list[tuple[str, bytes | None]] | None,
+    kept: list[tuple[str, bytes | None]] | None,
+    millis: int,
+) -> None:
+    """Otherwise watermarks, dead letters and lag are by the time at which Kafka stored the event, or its header is delivered."""
+    row = _restored(_records(spark, headers)).select("headers", f.unix_millis("timestamp").alias("millis")).first()
+    assert row is not None
+    assert (None if row.headers is None else [tuple(header) for header in row.headers]) == kept
+    assert row.millis == millis
 
 
 @pytest.mark.parametrize(("more", "fits"), [(0, True), (1, False)])

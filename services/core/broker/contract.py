@@ -28,7 +28,9 @@ from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.broker.resharding import Resharding
 
 Start = Literal["earliest", "latest"] | datetime
-"""Where a group without a committed offset begins. A date (aware): the first record whose timestamp is not older.
+"""Where a group without a committed offset begins. A date (aware): the first record whose timestamp is not older. On Kafka: the
+first that was stored then or later, except in topics of `Admin.kept_by_event_time`. So it may begin earlier there, with events
+that are older than the date, but it skips no event that is younger, unless its client's clock was ahead.
 
 It is stored at the group's first join. Partitions that are added later are read from their beginning; so are the topics
 that are kept for a group (`start_in`)."""
@@ -58,8 +60,8 @@ class Features:
     """Whether offsets count records, in 64 bits, and a partition is read as the partition that it was written to. On Kinesis
     a partition is read as one or several shards, and offsets increase along them.
     """
-    retention_by_event_time: bool
-    """Whether a topic's retention counts from the record's timestamp (Kafka) or from when it was stored (the log)."""
+    dates_by_storing: bool
+    """Whether a date as `Start` is compared with when records were stored (Kafka) or with their timestamps (log, Kinesis)."""
     max_record_bytes: int
     """Key + value + headers of one record. Larger ones raise RecordTooLarge."""
 
@@ -83,7 +85,7 @@ class Appended:
 class Lag:
     """records: not processed yet. millis: age of the oldest of them by its record timestamp, 0 when there is none.
 
-    stored: when the oldest of them was stored, ms; None when it is not known, or there is none.
+    stored: when the oldest of them was stored, ms, by the broker's clock; None when it is not known, or there is none.
     """
 
     records: int
@@ -260,6 +262,13 @@ class Admin(Protocol):
         """Raises UnsafeTopic when a topic's settings allow acknowledged records to be lost, or let no append succeed.
 
         Topics that do not exist are skipped: `create_topic` makes safe ones.
+        """
+
+    async def kept_by_event_time(self, topics: Collection[str]) -> frozenset[str]:
+        """Those of these topics whose retention counts from the records' timestamps, so a client with a wrong clock shortens it.
+
+        In all others it counts from storing. Only on Kafka, and none that `create_topic` makes: `message.timestamp.type` of a
+        topic of Penstock 0.1, or of others, may be CreateTime. Topics that do not exist are skipped.
         """
 
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:

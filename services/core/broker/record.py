@@ -13,7 +13,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     key: decides the partition and the order; None means "any partition, no order".
     value: the payload, byte for byte as it was accepted; None only in records that others wrote (a tombstone).
-    timestamp: event time, milliseconds since the epoch.
+    timestamp: event time, milliseconds since the epoch. In a record of others: what the broker gives it.
     headers: (name, value) in the order they were added; names may repeat.
     """
 

@@ -6,7 +6,7 @@ again, so its events may be sent twice.
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -62,10 +62,12 @@ class RedriveRecord(NamedTuple):
 class RedriveTargets:
     """Finds the topic for each dead letter by the pipe file. to_stream: those of transforms go to their source stream.
 
-    by_event_time: whether the backend's retention counts from event times. to: the lane that gets all others, if given.
+    by_event_time: the streams whose retention counts from event times. to: the lane that gets all others, if given.
     """
 
-    def __init__(self, pipes: PipeFile, *, to_stream: bool, by_event_time: bool, to: str | None = None) -> None:
+    def __init__(
+        self, pipes: PipeFile, *, to_stream: bool, by_event_time: Collection[str] = (), to: str | None = None
+    ) -> None:
         self._pipes, self._to_stream, self._by_event_time, self._to = pipes, to_stream, by_event_time, to
         self._removed = removed_lanes(pipes)
 
@@ -125,7 +127,10 @@ class RedriveTargets:
             return "unknown_stream"
         if self._pipes.streams[topic].topic is not None:
             return "read_only"
-        if self._by_event_time and event_time(letter.record) < now_ms - self._pipes.streams[topic].retention * 1000:
+        if (
+            topic in self._by_event_time
+            and event_time(letter.record) < now_ms - self._pipes.streams[topic].retention * 1000
+        ):
             return "too_old"
         original = strip(letter.record)
         # The transform has seen its id: without the mark, `deduplicate_within` would drop it without a word.

@@ -234,7 +234,7 @@ async def _redrive(
                     def show(so_far: Redriven) -> None:
                         progress.update(bar, completed=so_far.done + sum(so_far.refused.values()))
 
-                    by_event_time = broker.features.retention_by_event_time
+                    by_event_time = await broker.admin.kept_by_event_time(file.streams) if to_stream else ()
                     targets = RedriveTargets(file, to_stream=to_stream, by_event_time=by_event_time, to=to)
                     work = Redrive(targets, producer, auditor, rate, asked_to_stop=stop.asked.is_set, show=show)
                     done = work.so_far

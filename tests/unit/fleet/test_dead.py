@@ -108,9 +108,10 @@ async def redrive(
     where: Filter = ANY,
     *,
     to_stream: bool = False,
+    by_event_time: Sequence[str] = (),
 ) -> Redrive:
     async with Producer(broker.appender) as producer:
-        targets = RedriveTargets(PIPES, to_stream=to_stream, by_event_time=broker.features.retention_by_event_time)
+        targets = RedriveTargets(PIPES, to_stream=to_stream, by_event_time=by_event_time)
         work = Redrive(targets, producer, Auditor(producer, "me@here", where.as_json()), 10_000)
         await work.run(with_payloads(broker.reader, (await DeadLetterSearch.open(broker, where, positions)).pages()))
     return work
@@ -307,6 +308,8 @@ async def test_what_cannot_go_stays_with_a_reason(broker: Broker) -> None:
 async def test_to_the_stream_again(broker: Broker) -> None:
     """Broken: what a transform gave up cannot be tried again, or comes back as another event, or as a repeated one."""
     await bury(broker, [letter(0, destination=""), letter(1, destination="", source=TopicPartition("other", 0))])
+    refused = (await redrive(broker, where=Filter(pipe="late"), to_stream=True, by_event_time=["orders"])).so_far
+    assert (refused.done, refused.refused) == (0, {"unknown_stream": 1, "too_old": 1}), "Kafka would delete it at once"
     work = await redrive(broker, where=Filter(pipe="late"), to_stream=True)
     assert (work.so_far.done, work.so_far.refused) == (1, {"unknown_stream": 1})
     (again,) = await stored(broker, "orders")
@@ -328,7 +331,7 @@ async def test_no_record_of_what_is_not_durable_and_at_most_one_batch_without(br
     await bury(broker, [letter(number) for number in range(250)])
     async with Failing(broker.appender) as producer:
         work = Redrive(
-            RedriveTargets(PIPES, to_stream=False, by_event_time=False),
+            RedriveTargets(PIPES, to_stream=False),
             producer,
             Auditor(producer, "me@here", {}),
             10_000,
@@ -358,7 +361,7 @@ async def test_stops_between_batches(broker: Broker) -> None:
     await bury(broker, [letter(number) for number in range(250)])
     asked = iter([False, True])
     async with Producer(broker.appender) as producer:
-        targets = RedriveTargets(PIPES, to_stream=False, by_event_time=False)
+        targets = RedriveTargets(PIPES, to_stream=False)
         work = Redrive(targets, producer, Auditor(producer, "me", {}), 10_000, asked_to_stop=lambda: next(asked))
         await work.run((await DeadLetterSearch.open(broker, Filter())).pages())
     assert await numbers(broker) == list(range(100, 250))

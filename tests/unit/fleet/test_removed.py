@@ -178,9 +178,7 @@ def test_a_redrive_follows_the_new_name(tmp_path: Path) -> None:
         ("{}", None),
     ):
         (tmp_path / "pipes.yaml").write_text(f"{AFTER}removed: {removed}\n")
-        aimed = RedriveTargets(load_pipes(tmp_path / "pipes.yaml"), to_stream=False, by_event_time=False).resolve(
-            letter, 5
-        )
+        aimed = RedriveTargets(load_pipes(tmp_path / "pipes.yaml"), to_stream=False).resolve(letter, 5)
         if expected is None:
             assert aimed == "unknown_destination"
         else:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from services.core.pipes import Stream
 from services.ingest.event_fields import FUTURE_MS, field_reader, read_ids, read_keys, read_times
-from services.ingest.intake import max_age_ms
+from services.ingest.intake import Intake
+from services.ingest.json_events import Items
 
 ARRIVAL = 1_790_000_000_000
 TEXTS = st.text(max_size=5) | st.text("a\x00\x1f\x7f\x85é€", max_size=3) | st.just("x" * 300) | st.just("y" * 1025)
@@ -73,4 +74,13 @@ def test_too_old_for_the_stream(column: list[object]) -> None:
 
 def test_half_the_retention_stays_for_the_delivery() -> None:
     """Broken: an event accepted at the edge of its retention is gone a moment later."""
-    assert max_age_ms(Stream.model_validate({"retention": "2d"})) == 86_400_000
+    intake, day = Intake("s", Stream.model_validate({"retention": "2d", "time": "at"}), lambda *_: 0), 86_400_000
+    intake.partitions = 1
+
+    def refused(age: int) -> list[str]:
+        items = Items([b'{"at": %d}' % (ARRIVAL - age)], [{"at": ARRIVAL - age}], [0])
+        return [one.kind.name for one in intake.prepare(items, ARRIVAL, None).refused]
+
+    assert refused(day + 1) == [], "retention counts from storing"
+    intake.limit_age(by_event_time=True)
+    assert (refused(day), refused(day + 1)) == ([], ["too-old"])

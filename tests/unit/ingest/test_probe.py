@@ -32,6 +32,10 @@ class Answers:
     async def check_durability(self, topics: Collection[str]) -> None:
         """All are safe."""
 
+    async def kept_by_event_time(self, topics: Collection[str]) -> frozenset[str]:
+        """As in the contract: one of the streams."""
+        return frozenset(topics) & {"two"}
+
     async def probe(self, topic: str, *, timeout: float) -> None:
         """As in the contract."""
         self.asked.append(topic)

@@ -30,7 +30,14 @@ from services.core.broker.kafka.positions import GROUPS, Append, GroupStarts
 from services.core.broker.kafka.protocol import DescribeTopicsRequest, GroupRightsRequest
 from services.core.broker.kafka.reader import read_at
 from services.core.broker.kafka.record_batch import MAX_BATCH_BYTES
-from services.core.broker.kafka.topic_settings import CLEANUP, check_durability, read_settings
+from services.core.broker.kafka.topic_settings import (
+    BY_STORING,
+    CLEANUP,
+    TIMESTAMPS,
+    check_durability,
+    find_by_event_time,
+    read_settings,
+)
 from services.core.broker.prefix import find_own
 from services.core.broker.record import Batch, TopicPartition
 from services.core.broker.rights import Right
@@ -66,9 +73,10 @@ class KafkaAdmin:
             "retention.ms": _FOR_EVER if spec.retention_ms is None or spec.compact else spec.retention_ms,
             "retention.bytes": _FOR_EVER if spec.retention_bytes is None else spec.retention_bytes,
             "cleanup.policy": "compact" if spec.compact else "delete",
-            # Event times are by the clients' clocks. Kafka would refuse a whole batch if one is an hour ahead.
+            # Clients' clocks are wrong: retention counts from storing. The event time is in a header (`event.TIME`).
+            TIMESTAMPS: BY_STORING,
+            # For an operator who sets CreateTime: Kafka would refuse a whole batch if one event is an hour ahead.
             "message.timestamp.after.max.ms": _ANY_TIME,
-            "message.timestamp.type": "CreateTime",
         }
         if spec.compact and spec.retention_ms is not None:
             # Kafka's own names for what TopicSpec promises. Two times: as the log, it does not let garbage wait for ever.
@@ -176,6 +184,10 @@ class KafkaAdmin:
     async def check_durability(self, topics: Collection[str]) -> None:
         """As in the contract; see `topic_settings`."""
         await check_durability(self._cluster, topics)
+
+    async def kept_by_event_time(self, topics: Collection[str]) -> frozenset[str]:
+        """As in the contract. One request per topic."""
+        return await find_by_event_time(self._cluster, topics)
 
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
         """As in the contract; a partition without a commit counts from its oldest record."""

@@ -20,7 +20,7 @@ from services.core.broker.kafka.topic_settings import TopicLimits
 from services.core.broker.record import Record, estimate_size
 from services.core.broker.retry import AppendPolicy, append_with_retry
 
-_FEATURES = Features(contiguous_offsets=True, retention_by_event_time=True, max_record_bytes=MAX_RECORD_BYTES)
+_FEATURES = Features(contiguous_offsets=True, dates_by_storing=True, max_record_bytes=MAX_RECORD_BYTES)
 _PROBE_AGE = 300.0
 
 

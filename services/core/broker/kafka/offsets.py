@@ -24,6 +24,7 @@ from services.core.broker.kafka.error_codes import CORRUPT, FENCED, raise_for, r
 from services.core.broker.kafka.protocol import EpochEndRequest
 from services.core.broker.kafka.record_batch import drop_aborted, end_of
 from services.core.broker.record import TopicPartition
+from services.core.event import restore_time
 
 _PART = re.compile(r"(partitions|topic|epoch)=([0-9a-zA-Z-]{1,40})")
 
@@ -58,6 +59,8 @@ class CommitMetadata(NamedTuple):
 
 LATEST, EARLIEST = -1, -2
 _NONE = -1
+_BY_STORING = 1
+"""The kind of timestamps (`message.timestamp.type`) of a batch: LogAppendTime."""
 _READ_COMMITTED = 1
 """Other producers may write in transactions. Rolled-back records do not count; the end is before the first open transaction."""
 _FIRST_WITH_REPLICA = 11
@@ -287,9 +290,16 @@ async def fetch(
     return Fetched(b"")
 
 
-async def time_of(cluster: Cluster, source: TopicPartition, node: int, offset: int) -> int | None:
-    """Timestamp (ms) of the first record at or behind `offset`; None when there is none (only marks of transactions). Raises
-    DataDamaged when it cannot be read."""
+class Times(NamedTuple):
+    """Of a record, ms. event: as in `Record`. stored: None in a topic that keeps only the writer's time."""
+
+    event: int
+    stored: int | None = None
+
+
+async def time_of(cluster: Cluster, source: TopicPartition, node: int, offset: int) -> Times | None:
+    """Of the first record at or behind `offset`; None when there is none (only marks of transactions). Raises DataDamaged when
+    it cannot be read."""
     while True:
         fetched = await fetch(cluster, source, node, offset)
         try:
@@ -305,7 +315,7 @@ async def time_of(cluster: Cluster, source: TopicPartition, node: int, offset: i
         offset = end
 
 
-def _first_time(data: bytes, offset: int) -> int | None:
+def _first_time(data: bytes, offset: int) -> Times | None:
     batches = MemoryRecords(data)
     while batches.has_next():
         batch = batches.next_batch()
@@ -313,16 +323,17 @@ def _first_time(data: bytes, offset: int) -> int | None:
             continue
         for record in batch:
             if record.offset >= offset:
-                return int(record.timestamp)
+                event, _ = restore_time(record.timestamp, tuple(record.headers))
+                return Times(event, record.timestamp if record.timestamp_type == _BY_STORING else None)
     return None
 
 
-async def _time_or_now(cluster: Cluster, source: TopicPartition, node: int, offset: int) -> int | None:
+async def _time_or_now(cluster: Cluster, source: TopicPartition, node: int, offset: int) -> Times | None:
     """As `time_of`; where the record cannot be read, its age counts from now."""
     try:
         return await time_of(cluster, source, node, offset)
     except DataDamaged:
-        return time.time_ns() // 1_000_000
+        return Times(time.time_ns() // 1_000_000)
 
 
 _NO_LAG = Lag(0, 0)
@@ -333,7 +344,7 @@ class LagMeter:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._times: dict[TopicPartition, tuple[int, int | None]] = {}
+        self._times: dict[TopicPartition, tuple[int, Times | None]] = {}
 
     async def measure(
         self, positions: Mapping[TopicPartition, int], ids: Ids | None = None
@@ -350,7 +361,7 @@ class LagMeter:
         for source, offset in behind.items():
             oldest = self._times[source][1]
             if oldest is not None:  # else there are only marks of transactions and rolled-back records
-                lags[source] = Lag(end[source] - offset, max(0, now - oldest))
+                lags[source] = Lag(end[source] - offset, max(0, now - oldest.event), oldest.stored)
         return lags
 
     def _is_known(self, source: TopicPartition, offset: int) -> bool:

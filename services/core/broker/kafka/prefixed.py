@@ -194,6 +194,10 @@ class _PrefixedAdmin:
         own = [topic for topic in topics if topic not in self._names.existing.names]
         await self._admin.check_durability([self._full(topic) for topic in own])
 
+    async def kept_by_event_time(self, topics: Collection[str]) -> frozenset[str]:
+        found = await self._admin.kept_by_event_time([self._full(topic) for topic in topics])
+        return frozenset(map(self._names.short, found))
+
     async def missing_rights(self, rights: Collection[Right]) -> list[Right]:
         if not isinstance(self._admin, RightsReader):
             return []

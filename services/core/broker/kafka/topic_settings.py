@@ -79,6 +79,10 @@ CLEANUP = "cleanup.policy"
 _ENOUGH = 3
 """With this many brokers, two can have every record while one is away."""
 
+TIMESTAMPS = "message.timestamp.type"
+BY_STORING = "LogAppendTime"
+"""The value with which retention counts from storing. The other one is CreateTime: from the writer's timestamps."""
+
 OFFSETS = "offsets.retention.minutes"
 RETENTION = "retention.ms"
 
@@ -100,6 +104,13 @@ async def check_durability(cluster: Cluster, topics: Collection[str]) -> None:
     with suppress(NotAllowed):  # many clusters show it to nobody, and it is only a warning
         if kept:
             warn_of_short_offsets(int(await read_broker_setting(cluster, OFFSETS)), kept)
+
+
+async def find_by_event_time(cluster: Cluster, topics: Collection[str]) -> frozenset[str]:
+    """See `contract.Admin.kept_by_event_time`. Raises Unavailable, NotAllowed."""
+    existing = await cluster.describe(list(topics)) if topics else {}
+    kinds = {topic: (await read_settings(cluster, topic, [TIMESTAMPS]))[TIMESTAMPS] for topic in existing}
+    return frozenset(topic for topic, kind in kinds.items() if kind != BY_STORING)
 
 
 def warn_of_short_offsets(minutes: int, kept: Mapping[str, int]) -> None:

@@ -265,6 +265,10 @@ class KinesisAdmin:
     async def check_durability(self, topics: Collection[str]) -> None:
         """Nothing to check: Kinesis stores every record in three zones for its retention, whatever the settings."""
 
+    async def kept_by_event_time(self, topics: Collection[str]) -> frozenset[str]:
+        """As in the contract: none."""
+        return frozenset()
+
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
         """As in the contract, per shard. A shard that the group has not begun counts from its oldest record."""
         member = KinesisMemberBackend(self._shared, group)

@@ -18,7 +18,7 @@ from services.core.broker.kinesis.record_format import MAX_RECORD_BYTES
 from services.core.broker.kinesis.resharding import KinesisResharding
 from services.core.broker.kinesis.streams import Streams, hash_key_of, shard_of
 
-_FEATURES = Features(contiguous_offsets=False, retention_by_event_time=False, max_record_bytes=MAX_RECORD_BYTES)
+_FEATURES = Features(contiguous_offsets=False, dates_by_storing=False, max_record_bytes=MAX_RECORD_BYTES)
 
 
 class KinesisBroker:

@@ -108,6 +108,10 @@ class LogAdmin:
     async def check_durability(self, topics: Collection[str]) -> None:
         """As in the contract: the log has no such settings, every append is on this disk."""
 
+    async def kept_by_event_time(self, topics: Collection[str]) -> frozenset[str]:
+        """As in the contract: none."""
+        return frozenset()
+
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
         """As in the contract. A partition that the group has not begun counts from its first record."""
         progress = await self._offsets.use(lambda file: file.progress(group, topic))
