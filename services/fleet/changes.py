@@ -40,14 +40,14 @@ from services.fleet.pipe_check import python_files
 _CONCURRENT = 16
 """Questions to the broker at once: a pipe may have a thousand destinations."""
 
-Kind = Literal["new", "back", "renamed", "removed", "transform", "prefix"]
+Kind = Literal["new", "back", "renamed", "removed", "transform", "prefix", "retention"]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One line for a person. name: the pipe, pipe/destination, or `broker`. events: by topic; None: their number is not known.
+    """One line for a person. name: the pipe, pipe/destination, stream, or `broker`.
 
-    former: the pipe/destination at whose position it continues.
+    events: by topic; None: their number is not known. former: the pipe/destination at whose position it continues.
     """
 
     kind: Kind
@@ -96,8 +96,10 @@ async def find_changes(broker: Broker, pipes: PipeFile, path: Path, data: Path |
 
     Raises BrokerError kinds.
     """
-    search = _Search(broker, pipes, await read_bookmark(broker.reader), await broker.admin.topics())
-    lines: list[Change] = []
+    topics = await broker.admin.topics()
+    search = _Search(broker, pipes, await read_bookmark(broker.reader), topics)
+    clocked = await broker.admin.kept_by_event_time([name for name in pipes.streams if name in topics])
+    lines = [Change("retention", name, _BY_EVENT_TIME) for name in pipes.streams if name in clocked]
     plans = await _read_plans(broker, pipes)
     for name, pipe in pipes.pipes.items():
         lines += await search.compare_pipe(name, pipe)
@@ -129,6 +131,13 @@ def digest_texts(pipes: PipeFile, path: Path, names: Collection[str]) -> dict[st
         tables = {table: pipes.tables[table].columns for table in pipe.transform.tables}
         found[name] = text_digest(pipe.transform, columns, code, tables)
     return found
+
+
+_BY_EVENT_TIME = (
+    "Kafka counts its retention from the clients' clocks (message.timestamp.type is CreateTime). So ingest refuses events "
+    "that are older than half of it (too-old). Try, once all services are of 0.2: set the topic's message.timestamp.type to "
+    "LogAppendTime with kafka-configs, and restart ingest (docs/upgrading.md)"
+)
 
 
 class _Search:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka.admin import NewTopic
 from aiokafka.structs import ConsumerRecord
 
 from services.core.jvm.kafka import KafkaCluster
@@ -37,8 +38,12 @@ async def test_a_cluster_that_is_built_again(kafka_cluster: KafkaCluster, tmp_pa
         mirrored = [one for one in records if b"o-59" not in one.value]  # the mirror was a little behind
         await _lose_cluster(kafka_cluster, prefix)
 
-        await shop.run(command_of(REBUILT, "penstock apply", url=shop.url) + " --allow-networks 127.0.0.0/8")
+        async with open_admin(
+            kafka_cluster.bootstrap
+        ) as admin:  # as MirrorMaker makes it: with the times of the source
+            await admin.create_topics([NewTopic(f"{prefix}orders", 2, 3)])
         await _write(kafka_cluster, f"{prefix}orders", mirrored)
+        await shop.run(command_of(REBUILT, "penstock apply", url=shop.url) + " --allow-networks 127.0.0.0/8")
         said = await shop.run(command_of(REBUILT, "penstock group skip", url=shop.url, time=failed) + " --yes")
         assert "30" in said
         await shop.start()

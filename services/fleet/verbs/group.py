@@ -59,7 +59,10 @@ Selected = Annotated[str | None, typer.Argument(metavar="[PIPE[/DESTINATION]]", 
 OneLane = Annotated[str, typer.Argument(metavar="PIPE/DESTINATION", help="The destination; or penstock/retrier.")]
 ToTime = Annotated[
     str | None,
-    typer.Option("--to", help="The first event of this time: 2h (ago), or an RFC 3339 time. Event times count."),
+    typer.Option(
+        "--to",
+        help="The first event of this time: 2h (ago), or an RFC 3339 time. Event times count, on Kafka the time of storing.",
+    ),
 ]
 ToOffset = Annotated[
     list[str] | None,

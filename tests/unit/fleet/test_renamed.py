@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -13,6 +13,7 @@ import pytest
 
 from services.core.broker.connect import open_broker
 from services.core.broker.log import broker as log_broker
+from services.core.broker.log.admin import LogAdmin
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.pauses import OPERATOR, Pause, Pauses, write_pause
@@ -621,6 +622,19 @@ def test_a_name_that_comes_back(site: Site) -> None:
     assert words in site.check()[1]
     site.start()
     assert "late/old" not in site.check()[1]
+
+
+def test_retention_by_the_clients_clocks_is_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: after an upgrade on Kafka nobody hears that a client's clock still decides when its events are deleted."""
+    site.write(one_pipe("late", ["name: a"]))
+    site.start()
+    assert "LogAppendTime" not in site.check()[1]
+
+    async def find(_: LogAdmin, topics: Collection[str]) -> frozenset[str]:
+        return frozenset(topics)
+
+    monkeypatch.setattr(LogAdmin, "kept_by_event_time", find)
+    assert "s: Kafka counts its retention from the clients' clocks" in site.check()[1]
 
 
 def test_empty_streams_change_nothing(shell: Shell, tmp_path: Path) -> None:
