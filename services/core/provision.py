@@ -195,6 +195,7 @@ async def ensure_topics(
     if recorder is not None:
         await recorder.mark_new_streams(own_streams(pipes), existing)
     created |= await _create(admin, [spec for spec in specs if spec not in records], existing)
+    await admin.create_own_topics()
     for topic, has, wanted in lacking:
         if recorder is not None:
             await recorder.record_growth(topic, has, wanted)

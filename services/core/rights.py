@@ -29,7 +29,7 @@ _NEEDED: dict[Service, tuple[tuple[str, Kind, str], ...]] = {
         ("Read Write DescribeConfigs", "topic", "penstock.retry-in"),
         ("Read Write DescribeConfigs", "topic", "penstock.control"),
         ("Write DescribeConfigs", "topic", "penstock.telemetry"),
-        ("Create Read Write DescribeConfigs", "topic", "penstock.groups"),
+        ("Read Write DescribeConfigs", "topic", "penstock.groups"),
         ("Read", "group", "PIPE.DESTINATION"),
     ),
     "retrier": (
@@ -38,7 +38,7 @@ _NEEDED: dict[Service, tuple[tuple[str, Kind, str], ...]] = {
         ("Read Write DescribeConfigs", "topic", "PIPE.retry"),
         ("Write DescribeConfigs", "topic", "penstock.dead"),
         ("Write DescribeConfigs", "topic", "penstock.telemetry"),
-        ("Create Read Write DescribeConfigs", "topic", "penstock.groups"),
+        ("Read Write DescribeConfigs", "topic", "penstock.groups"),
         ("Read", "group", "penstock.retrier"),
     ),
     "observer": (
@@ -47,7 +47,7 @@ _NEEDED: dict[Service, tuple[tuple[str, Kind, str], ...]] = {
         ("Write DescribeConfigs", "topic", "penstock.telemetry"),
         ("Write DescribeConfigs", "topic", "penstock.observer"),
         ("Write DescribeConfigs", "topic", "penstock.audit"),
-        ("Create Read Write DescribeConfigs", "topic", "penstock.groups"),
+        ("Read Write DescribeConfigs", "topic", "penstock.groups"),
         ("Read", "group", "penstock.observer"),
         ("Describe", "group", "PIPE.DESTINATION"),
         ("Describe", "group", "penstock.retrier"),

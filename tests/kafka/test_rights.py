@@ -37,7 +37,7 @@ USERS: dict[str, User] = {
     "deployer": "command line",
 }
 """The table's word, by user of the cluster."""
-_MODULES = {"retrier": "global_retrier"}
+_MODULES = {"retrier": "services.global_retrier", "transform": "spark"}
 _OPERATIONS = {"Read": 3, "Write": 4, "Create": 5, "Alter": 7, "Describe": 8, "DescribeConfigs": 10}
 _KINDS = {"topic": 2, "group": 3}
 _LITERAL, _ALLOW = 3, 3
@@ -93,11 +93,13 @@ async def test_each_service_works_with_its_rights_and_names_a_missing_one(kafka:
     desk = Desk(tmp_path)
     retried = "schedule: [1s], retry: {attempts: 1}"
     (tmp_path / "pipes.yaml").write_text(
-        "streams: {events: {id: id}, copies: {}}\n"
+        "streams: {events: {id: id, columns: id STRING}, copies: {}, results: {}}\n"
         "pipes:\n  p:\n    sources: [events]\n    destinations:\n"
         f"      - {{name: d, webhook: {{url: 'http://127.0.0.1:{desk.hook_port}/', secret: {{file: webhook.secret}}}}}}\n"
         f"      - {{name: bad, webhook: {{url: 'http://127.0.0.1:{free_port()}/', {retried}}}}}\n"
         "      - {name: copy, stream: copies}\n"
+        "  q:\n    sources: [events]\n    transform: {sql: 'SELECT event, id FROM events'}\n"
+        "    destinations: [{name: copy, stream: results}]\n"
     )
     pipes = await asyncio.to_thread(load_pipes, tmp_path / "pipes.yaml")
     rights = {user: rights_of(service, pipes) for user, service in USERS.items()}
@@ -112,10 +114,11 @@ async def test_each_service_works_with_its_rights_and_names_a_missing_one(kafka:
         await acls.revoke("expel", lacking)
         more = {"ingest": ("--listen", f"127.0.0.1:{desk.ingest_port}"), "expel": open_to}
         more["observer"] = ("--listen", "127.0.0.1:0")
+        more["transform"] = ("--data", str(tmp_path / "data"))
         services: dict[str, Service] = {}
-        for user in ("ingest", "expel", "retrier", "observer", "autoscaler"):
+        for user in ("transform", "ingest", "expel", "retrier", "observer", "autoscaler"):
             arguments = ("--broker", urls[user], "--pipes", str(tmp_path / "pipes.yaml"), *more.get(user, ()))
-            one = Service(user, f"services.{_MODULES.get(user, user)}", arguments, tmp_path)
+            one = Service(user, _MODULES.get(user, f"services.{user}"), arguments, tmp_path)
             await one.start()
             running.push_async_callback(one.kill)
             services[user] = one
@@ -131,10 +134,10 @@ async def test_each_service_works_with_its_rights_and_names_a_missing_one(kafka:
             async with open_broker(urls["observer"]) as broker:
 
                 async def all_arrived() -> bool:
-                    ends = [await broker.reader.describe(topic) for topic in ("copies", "p.dead")]
-                    return len(desk.ids) == 20 and [sum(one.end for one in each.values()) for each in ends] == [20, 20]
+                    ends = [await broker.reader.describe(topic) for topic in ("copies", "p.dead", "results")]
+                    return len(desk.ids) == 20 and [sum(one.end for one in each.values()) for each in ends] == [20] * 3
 
-                await until("delivered, copied and, after a wait at the retrier, dead", all_arrived)
+                await until("delivered, copied, transformed and, after a wait at the retrier, dead", all_arrived)
         for verb in (("destination", "pause", "d"), ("dead", "list"), ("destination", "resume", "d")):
             done = await desk.run(*verb, "--broker", urls["deployer"])
             assert done.process.returncode == 0, done.out + done.err
@@ -184,15 +187,14 @@ async def test_a_right_is_revoked_while_events_flow(kafka: SecuredKafka, tmp_pat
     write, read = Right("Write", "topic", topic), Right("Read", "topic", topic)
     user = "ingest"
     rights = [write, read, Right("DescribeConfigs", "topic", topic), Right("Read", "group", group)]
-    starts = [
-        Right(operation, "topic", "penstock.groups") for operation in ("Create", "Read", "Write", "DescribeConfigs")
-    ]
+    starts = [Right(operation, "topic", "penstock.groups") for operation in ("Read", "Write", "DescribeConfigs")]
     stored, seen = list[bytes](), list[bytes]()
 
     async def drain(_: object) -> None: ...
 
     async with open_acls(kafka, tmp_path / "operator") as acls, AsyncExitStack() as stack:
         async with open_broker(kafka.url("scram", kafka.write(tmp_path / "maker"))) as maker:
+            await maker.admin.create_own_topics()
             await maker.admin.create_topic(TopicSpec(topic, partitions=1))
         await acls.grant(user, [*rights, *starts])
         broker = await stack.enter_async_context(

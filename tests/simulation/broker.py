@@ -141,6 +141,9 @@ class ModelAdmin:
         """As in the contract."""
         await self._cluster.call(lambda: self._store.create(spec), spec.name)
 
+    async def create_own_topics(self) -> None:
+        """As in the contract: there are none."""
+
     async def delete_topic(self, topic: str) -> None:
         """As in the contract."""
         await self._cluster.call(lambda: self._store.delete(topic), topic)

@@ -1,7 +1,12 @@
 """Transforms on a Kafka that wants TLS and a login."""
 
+import base64
+import json
 import subprocess
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +65,57 @@ def test_a_transform_by_password(spark: SparkSession, kafka: SecuredKafka, tmp_p
     assert "kafka" in shown.lower()
     for secret in (kafka.passwords[OPERATOR], "BEGIN CERTIFICATE"):
         assert secret not in shown
+
+
+@contextmanager
+def token_server(kafka: SecuredKafka, secret: str) -> Iterator[tuple[str, list[str]]]:
+    """Its URL, and who asked it for tokens. It knows the client `us` by this secret."""
+    asked: list[str] = []
+    expected = "Basic " + base64.b64encode(f"us:{secret}".encode()).decode()
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            known = self.headers["Authorization"] == expected
+            asked.append(self.headers["User-Agent"])
+            said = {"access_token": kafka.sign_token(), "expires_in": 600} if known else {"error": "invalid_client"}
+            body = json.dumps(said | {"token_type": "Bearer"}).encode()
+            self.send_response(200 if known else 401)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/token", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_transform_by_tokens(spark: SparkSession, kafka: SecuredKafka, tmp_path: Path) -> None:
+    """If this fails, no transform runs on a Kafka that wants OAuth's tokens; or Spark's pages show the client's secret."""
+    secret = 'cli"ent=hunter2'
+    with token_server(kafka, secret) as (url, asked):
+        oauth = {"token_url": url, "client_id": "us", "client_secret": {"file": "password"}}
+        path = kafka.write(tmp_path / "own", sasl={"mechanism": "OAUTHBEARER", "oauth": oauth})
+        (path.parent / "password").write_text(secret)
+        with BrokerPipeline(spark, kafka.url("signed", path), tmp_path, partitions=1) as pipeline:
+            pipeline.send([flight(n) for n in range(1, 6)])
+            pipeline.start(pipeline.chosen(columns=COLUMNS, sql="SELECT event, 100 / delay AS share FROM {s}"))
+            assert {read_id(record) for record in pipeline.records("out", 5)} == {f"id-{n}" for n in range(1, 6)}
+            pipeline.stop()
+        assert pipeline.problem is None
+        assert any("Java" in agent for agent in asked), "Java's own client asks for its tokens"
+        shown = plans_of(spark)
+        assert secret not in shown
+        assert json.dumps(secret)[1:-1] not in shown
 
 
 def test_what_java_gets(spark: Any, tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """A real Kafka with TLS, logins and an authorizer: one broker with a listener for each way in."""
 
+import base64
 import json
 import secrets
+import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from services.core.jvm.kafka import KafkaCluster, free_ports
+from services.core.jvm.kafka import FAST_START, KafkaCluster, free_ports
 from tests.support.authority import Authority
 
 START_S = 600.0
@@ -18,8 +21,9 @@ CLIENTS = ("ingest", "expel", "retrier", "observer", "autoscaler", "transform", 
 
 
 class SecuredKafka:
-    """listeners: `tls` (wants a client certificate), `plain`, `scram`, `stale` (its certificate has expired; SCRAM), and `oauth`:
-    it takes tokens without a signature, and ends connections soon after their token has expired.
+    """listeners: `tls` (wants a client certificate), `plain`, `scram`, `stale` (its certificate has expired; SCRAM), `oauth`: it
+    takes tokens without a signature, and ends connections soon after their token has expired; and `signed`: it takes those of
+    `sign_token`, because Java's client wants a signature.
 
     Certificates are for the address 127.0.0.1, not for the name localhost. passwords: by user. A context manager that blocks.
     """
@@ -35,8 +39,14 @@ class SecuredKafka:
             for size in (256, 512)
         ]
         options = [part for each in scram for part in ("--add-scram", each)]
-        self.cluster = KafkaCluster(folder / "kafka", brokers=1, format_options=options)
-        self.ports = dict(zip(("tls", "plain", "scram", "stale", "oauth"), free_ports(5), strict=True))
+        self._signer = folder / "signer.key"
+        keys = self._write_keys().as_uri()
+        allowed = f"-Dorg.apache.kafka.sasl.oauthbearer.allowed.urls={keys}"
+        self.cluster = KafkaCluster(
+            folder / "kafka", brokers=1, format_options=options, java_options=(*FAST_START, allowed)
+        )
+        self.ports = dict(zip(("tls", "plain", "scram", "stale", "oauth", "signed"), free_ports(6), strict=True))
+        self._keys = keys
         self.cluster.settings.update(self._settings())
 
     def _settings(self) -> dict[str, str]:
@@ -49,7 +59,7 @@ class SecuredKafka:
             "listeners": f"{advertised},CONTROLLER://127.0.0.1:{node.controller_port}",
             "advertised.listeners": advertised,
             "listener.security.protocol.map": "BROKER:PLAINTEXT,CONTROLLER:PLAINTEXT,TLS:SSL,PLAIN:SASL_SSL,SCRAM:SASL_SSL,"
-            "STALE:SASL_SSL,OAUTH:SASL_SSL",
+            "STALE:SASL_SSL,OAUTH:SASL_SSL,SIGNED:SASL_SSL",
             "ssl.keystore.type": "PEM",
             "ssl.truststore.type": "PEM",
             "ssl.keystore.location": str(good),
@@ -63,6 +73,12 @@ class SecuredKafka:
             "listener.name.oauth.oauthbearer.sasl.jaas.config": f"{_SASL}.oauthbearer.OAuthBearerLoginModule required "
             'unsecuredLoginStringClaim_sub="broker";',
             "listener.name.oauth.oauthbearer.connections.max.reauth.ms": "60000",
+            "listener.name.signed.sasl.enabled.mechanisms": "OAUTHBEARER",
+            "listener.name.signed.oauthbearer.sasl.jaas.config": f"{_SASL}.oauthbearer.OAuthBearerLoginModule required "
+            'unsecuredLoginStringClaim_sub="broker";',
+            "listener.name.signed.oauthbearer.sasl.server.callback.handler.class": f"{_SASL}.oauthbearer."
+            "OAuthBearerValidatorCallbackHandler",
+            "listener.name.signed.oauthbearer.sasl.oauthbearer.jwks.endpoint.url": self._keys,
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
             "super.users": f"User:ANONYMOUS;User:{OPERATOR};User:CN=client",
         }
@@ -72,6 +88,27 @@ class SecuredKafka:
                 module = f"{_SASL}.scram.ScramLoginModule required;"
                 settings[f"listener.name.{name}.scram-sha-{size}.sasl.jaas.config"] = module
         return settings
+
+    def _write_keys(self) -> Path:
+        """The public key of `sign_token`, as a token server publishes it."""
+        subprocess.run(["openssl", "genrsa", "-out", str(self._signer), "2048"], check=True, capture_output=True)
+        said = subprocess.run(
+            ["openssl", "rsa", "-in", str(self._signer), "-noout", "-modulus"], check=True, capture_output=True
+        ).stdout
+        modulus = base64.urlsafe_b64encode(bytes.fromhex(said.decode().partition("=")[2])).rstrip(b"=").decode()
+        path = self.folder / "keys.json"
+        path.write_text(json.dumps({"keys": [{"kty": "RSA", "kid": "1", "alg": "RS256", "n": modulus, "e": "AQAB"}]}))
+        return path
+
+    def sign_token(self, lifetime: int = 600) -> str:
+        """A token for the operator that lasts so many seconds. Blocking."""
+        now = int(time.time())
+        claims = {"sub": OPERATOR, "iat": now, "exp": now + lifetime}
+        parts = [json.dumps(part).encode() for part in ({"alg": "RS256", "kid": "1"}, claims)]
+        signed = b".".join(base64.urlsafe_b64encode(part).rstrip(b"=") for part in parts)
+        sign = ["openssl", "dgst", "-sha256", "-sign", str(self._signer)]
+        signature = subprocess.run(sign, input=signed, check=True, capture_output=True).stdout
+        return b".".join((signed, base64.urlsafe_b64encode(signature).rstrip(b"="))).decode()
 
     def address(self, listener: str, host: str = "127.0.0.1") -> str:
         """host:port of a listener."""

@@ -212,6 +212,9 @@ class Admin(Protocol):
     async def create_topic(self, spec: TopicSpec) -> None:
         """Create the topic. Raises TopicExists."""
 
+    async def create_own_topics(self) -> None:
+        """Create what the backend keeps in topics beside those of `topics`, where it is missing: so services need no right to."""
+
     async def delete_topic(self, topic: str) -> None:
         """Delete the topic with its records and the groups' offsets in it. Raises UnknownTopic."""
 

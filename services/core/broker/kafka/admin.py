@@ -91,6 +91,10 @@ class KafkaAdmin:
             )
         await self._wait_for(spec.name, spec.partitions)
 
+    async def create_own_topics(self) -> None:
+        """As in the contract: `penstock.groups`."""
+        await self.begun.create_topic()
+
     async def delete_topic(self, topic: str) -> None:
         """As in the contract; Kafka forgets the groups' offsets with it."""
         await partitions_of(self._cluster, [topic])

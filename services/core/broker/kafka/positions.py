@@ -86,6 +86,12 @@ class GroupStarts:
         self._topic, self._next = "", 0
         self._reading = asyncio.Lock()
 
+    async def create_topic(self) -> None:
+        """Create `penstock.groups` where it is missing. Raises BrokerError kinds."""
+        if self._name not in await self._cluster.describe([self._name]):
+            with suppress(TopicExists):  # another process creates it now
+                await self._create(TopicSpec(self._name, 1, compact=True))
+
     async def find(self, group: str, sources: Collection[TopicPartition]) -> dict[TopicPartition, GroupStart]:
         """The partitions in which the group has begun. Raises Unavailable, also when the topic is damaged."""
         async with self._reading:
@@ -98,9 +104,8 @@ class GroupStarts:
         new = {key: row for source, row in begun.items() if self._known.get(key := _key(group, source)) != row}
         if not new:
             return
-        if not self._topic:
-            with suppress(TopicExists):  # another process creates it now
-                await self._create(TopicSpec(self._name, 1, compact=True))
+        if not self._topic:  # `penstock apply` of an earlier version did not make it
+            await self.create_topic()
         records = [Record(key.encode(), msgspec.json.encode(row), 0) for key, row in new.items()]
         await self._append(self._name, records)
         self._known |= new

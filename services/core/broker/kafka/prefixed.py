@@ -149,6 +149,9 @@ class _PrefixedAdmin:
     async def create_topic(self, spec: TopicSpec) -> None:
         await self._admin.create_topic(replace(spec, name=self._names.own(spec.name)))
 
+    async def create_own_topics(self) -> None:
+        await self._admin.create_own_topics()
+
     async def delete_topic(self, topic: str) -> None:
         await self._admin.delete_topic(self._names.own(topic))
 

@@ -143,6 +143,9 @@ class KinesisAdmin:
             await settle(self._kinesis, spec.name, self._shared.timing)
         self._streams.forget(spec.name)
 
+    async def create_own_topics(self) -> None:
+        """As in the contract: there are none."""
+
     async def delete_topic(self, topic: str) -> None:
         """As in the contract. The groups' leases name the incarnation, so a new stream of this name has none."""
         async with self._bounded(f"delete {topic}"):

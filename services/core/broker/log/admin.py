@@ -22,6 +22,9 @@ class LogAdmin:
         """As in the contract. Raises ValueError for a bad name or number of partitions."""
         await self._readers.run(lambda: topics.create_topic(self._folder, spec))
 
+    async def create_own_topics(self) -> None:
+        """As in the contract: there are none."""
+
     async def delete_topic(self, topic: str) -> None:
         await self._readers.run(lambda: topics.delete_topic(self._folder, topic))
         self._readers.forget(topic)
