@@ -20,6 +20,7 @@ from services.core.broker.errors import UnknownTopic
 from services.core.broker.record import Record
 from services.core.pipes import PipeFile
 from services.core.provision import wanted_topics
+from services.core.story.search import time_of
 from services.core.topic_names import RETRY_IN, event_topics
 from services.fleet.console import make_table
 
@@ -107,7 +108,7 @@ async def read_sample(reader: Reader, topic: str, minutes: float, *, aggregated:
             if batch.damage is None:
                 records += batch.records
                 entries.update(one >> 20 for one in batch.offsets if aggregated)
-                newest = max(newest, batch.records[-1].timestamp / 1000)
+                newest = max(newest, time_of(batch.records[-1]) / 1000)
             offset = batch.offsets[-1] + 1
         share = 1 / max(1.0, newest - begin)
         sample.entries += len(entries) * share

@@ -147,6 +147,17 @@ async def prepare(broker: str, pipes: PipeFile, path: Path, *, grow: bool = Fals
     return await _patiently(broker, pipes, work)
 
 
+async def count_from_storing(broker: str, pipes: PipeFile) -> list[str]:
+    """Let the retention of streams count from storing. Gives those that were altered. Raises CommandFailed."""
+
+    async def work(opened: Broker) -> list[str]:
+        found = sorted(await opened.admin.kept_by_event_time(pipes.streams))
+        await opened.admin.keep_by_storing(found)
+        return found
+
+    return await _patiently(broker, work)
+
+
 class Checked(NamedTuple):
     """The result of `check_broker`."""
 

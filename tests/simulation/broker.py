@@ -217,6 +217,9 @@ class ModelAdmin:
         """As in the contract: none."""
         return frozenset()
 
+    async def keep_by_storing(self, topics: Collection[str]) -> None:
+        """As in the contract: it always does."""
+
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
         """As in the contract."""
         return await self._cluster.call(

@@ -274,6 +274,12 @@ class Admin(Protocol):
         topic of Penstock 0.1, or of others, may be CreateTime. Topics that do not exist are skipped.
         """
 
+    async def keep_by_storing(self, topics: Collection[str]) -> None:
+        """Let the retention of these topics count from storing; what is stored keeps its times. Raises NotAllowed.
+
+        What Penstock 0.1 writes there afterwards loses its event time.
+        """
+
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
         """The group's lag per partition, also without members."""
 

@@ -22,7 +22,15 @@ from services.fleet.pipe_check import check_pipe_file, find_warnings
 from services.fleet.problem import CommandFailed
 from services.fleet.settings import master_of_transforms
 from services.fleet.state_check import check_states
-from services.fleet.topics import Checked, check_broker, check_changes, describe_removed, name_unclaimed, prepare
+from services.fleet.topics import (
+    Checked,
+    check_broker,
+    check_changes,
+    count_from_storing,
+    describe_removed,
+    name_unclaimed,
+    prepare,
+)
 from services.fleet.transform_modes import expected_modes
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, example
 
@@ -290,6 +298,13 @@ def apply(
         bool,
         typer.Option("--grow", help="Add partitions where the pipe file has more. Keys then map to other partitions."),
     ] = False,
+    log_append_time: Annotated[
+        bool,
+        typer.Option(
+            "--log-append-time",
+            help="On Kafka: let the retention of streams of Penstock 0.1 count from storing, once no service of it runs.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Create the topics of a pipe file, and nothing else. Safe to run again. Topics with more partitions stay as they are.
@@ -300,8 +315,12 @@ def apply(
     found = check_pipe_file(pipes, allow_networks=allow_networks, secrets=False)
     changes = uvloop.run(check_changes(broker, found, pipes, None))
     done, waiting, grown = uvloop.run(prepare(broker, found, pipes, grow=grow))
+    altered: list[str] = []
+    if log_append_time:
+        altered = uvloop.run(count_from_storing(broker, found))
+        changes = [change for change in changes if change.kind != "retention"]
     if as_json:
-        counts = {"created": done.created, "grown": done.grown, "kept": done.kept}
+        counts = {"created": done.created, "grown": done.grown, "kept": done.kept, "altered": altered}
         lines = [change.as_json() for change in changes]
         more = [one.as_json() for one in grown]
         typer.echo(json.dumps({**counts, "removed": _by_name(waiting, found), "changes": lines, "partitions": more}))
@@ -311,6 +330,7 @@ def apply(
         print_note(line, "yellow")
     for one in grown:
         print_note(str(one))
-    for what, topics in (("created", done.created), ("grown", done.grown), ("there already", done.kept)):
+    told = (("created", done.created), ("grown", done.grown), ("there already", done.kept), ("altered", altered))
+    for what, topics in told:
         for topic in topics:
             OUT.print(f"{what:<14} {topic}")

@@ -624,7 +624,7 @@ def test_a_name_that_comes_back(site: Site) -> None:
     assert "late/old" not in site.check()[1]
 
 
-def test_retention_by_the_clients_clocks_is_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retention_by_the_clients_clocks_is_told(site: Site, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: after an upgrade on Kafka nobody hears that a client's clock still decides when its events are deleted."""
     site.write(one_pipe("late", ["name: a"]))
     site.start()
@@ -633,8 +633,20 @@ def test_retention_by_the_clients_clocks_is_told(site: Site, monkeypatch: pytest
     async def find(_: LogAdmin, topics: Collection[str]) -> frozenset[str]:
         return frozenset(topics)
 
+    altered: list[str] = []
+
+    async def alter(_: LogAdmin, topics: Collection[str]) -> None:
+        altered.extend(topics)
+
     monkeypatch.setattr(LogAdmin, "kept_by_event_time", find)
+    monkeypatch.setattr(LogAdmin, "keep_by_storing", alter)
     assert "s: Kafka counts its retention from the clients' clocks" in site.check()[1]
+    assert altered == []
+    where = "-f", str(site.path), "--broker", site.url, "--allow-networks", "127.0.0.0/8", "--log-append-time", "--json"
+    assert shell.run("apply", *where) == 0
+    told = json.loads(shell.out)
+    assert (altered, told["altered"]) == (["s"], ["s"])
+    assert [change for change in told["changes"] if change["change"] == "retention"] == []
 
 
 def test_empty_streams_change_nothing(shell: Shell, tmp_path: Path) -> None:

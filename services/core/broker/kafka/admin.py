@@ -36,6 +36,7 @@ from services.core.broker.kafka.topic_settings import (
     TIMESTAMPS,
     check_durability,
     find_by_event_time,
+    keep_by_storing,
     read_settings,
 )
 from services.core.broker.prefix import find_own
@@ -192,6 +193,10 @@ class KafkaAdmin:
     async def kept_by_event_time(self, topics: Collection[str]) -> frozenset[str]:
         """As in the contract. One request per topic."""
         return await find_by_event_time(self._cluster, topics)
+
+    async def keep_by_storing(self, topics: Collection[str]) -> None:
+        """As in the contract."""
+        await keep_by_storing(self._cluster, topics)
 
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
         """As in the contract; a partition without a commit counts from its oldest record."""

@@ -201,6 +201,9 @@ class _PrefixedAdmin:
         found = await self._admin.kept_by_event_time([self._full(topic) for topic in topics])
         return frozenset(map(self._names.short, found))
 
+    async def keep_by_storing(self, topics: Collection[str]) -> None:
+        await self._admin.keep_by_storing([self._full(topic) for topic in topics])
+
     async def missing_rights(self, rights: Collection[Right]) -> list[Right]:
         if not isinstance(self._admin, RightsReader):
             return []

@@ -15,6 +15,7 @@ from aiokafka.protocol.types import (
     Boolean,
     CompactArray,
     CompactString,
+    Int8,
     Int16,
     Int32,
     Int64,
@@ -173,6 +174,51 @@ class GroupRightsRequest(Request[GroupRightsStruct]):  # type: ignore[misc]  # a
 
     def build(self, request_struct_class: type[GroupRightsStruct]) -> GroupRightsStruct:
         return request_struct_class([self._group], True)
+
+
+_RESOURCE = (("kind", Int8), ("name", String("utf-8")))
+
+
+class AlterConfigsResponse(Response):  # type: ignore[misc]  # aiokafka has no types
+    """IncrementalAlterConfigs, version 0."""
+
+    API_KEY = 44
+    API_VERSION = 0
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        ("responses", Array(("error_code", Int16), ("error_message", String("utf-8")), *_RESOURCE)),
+    )
+
+
+class AlterConfigsStruct(RequestStruct):  # type: ignore[misc]  # aiokafka has no types
+    """IncrementalAlterConfigs, version 0."""
+
+    API_KEY = 44
+    API_VERSION = 0
+    RESPONSE_TYPE = AlterConfigsResponse
+    SCHEMA = Schema(
+        (
+            "resources",
+            Array(
+                *_RESOURCE,
+                ("configs", Array(("name", String("utf-8")), ("operation", Int8), ("value", String("utf-8")))),
+            ),
+        ),
+        ("validate_only", Boolean),
+    )
+
+
+class AlterConfigRequest(Request[AlterConfigsStruct]):  # type: ignore[misc]  # aiokafka has no types
+    """Set one setting of a topic; the others stay, which aiokafka's request does not do."""
+
+    API_KEY = 44
+    _TOPIC, _SET = 2, 0
+
+    def __init__(self, topic: str, name: str, value: str) -> None:
+        self._topic, self._setting = topic, (name, self._SET, value)
+
+    def build(self, request_struct_class: type[AlterConfigsStruct]) -> AlterConfigsStruct:
+        return request_struct_class([(self._TOPIC, self._topic, [self._setting])], False)
 
 
 _ALL_REPLICAS = -1

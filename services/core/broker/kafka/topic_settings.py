@@ -1,5 +1,6 @@
 """Settings of topics and brokers: the limits of an append, and whether a topic keeps acknowledged records safe."""
 
+import asyncio
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -11,7 +12,8 @@ from aiokafka.protocol.admin import DescribeConfigsRequest
 
 from services.core.broker.errors import NotAllowed, Unavailable, UnsafeTopic
 from services.core.broker.kafka.cluster import Cluster, TopicState
-from services.core.broker.kafka.error_codes import UNKNOWN_TOPIC, raise_for
+from services.core.broker.kafka.error_codes import UNKNOWN_TOPIC, bounded, raise_for
+from services.core.broker.kafka.protocol import AlterConfigRequest
 
 log = structlog.get_logger()
 
@@ -87,6 +89,7 @@ OFFSETS = "offsets.retention.minutes"
 RETENTION = "retention.ms"
 
 _Problem = tuple[str, str, str]
+_PAUSE_S = 0.05
 
 
 async def check_durability(cluster: Cluster, topics: Collection[str]) -> None:
@@ -111,6 +114,17 @@ async def find_by_event_time(cluster: Cluster, topics: Collection[str]) -> froze
     existing = await cluster.describe(list(topics)) if topics else {}
     kinds = {topic: (await read_settings(cluster, topic, [TIMESTAMPS]))[TIMESTAMPS] for topic in existing}
     return frozenset(topic for topic, kind in kinds.items() if kind != BY_STORING)
+
+
+async def keep_by_storing(cluster: Cluster, topics: Collection[str]) -> None:
+    """See `contract.Admin`. Returns when it is read back."""
+    for topic in topics:
+        answer = await cluster.ask_any(AlterConfigRequest(topic, TIMESTAMPS, BY_STORING))
+        for code, message, *_ in answer.responses:
+            raise_for(code, f"settings of {topic}: {message or 'refused'}", f"AlterConfigs on topic {topic}")
+    async with bounded(f"{TIMESTAMPS} {BY_STORING}", cluster.timing.request):
+        while await find_by_event_time(cluster, topics):  # noqa: ASYNC110 - Kafka sends no notice
+            await asyncio.sleep(_PAUSE_S)
 
 
 def warn_of_short_offsets(minutes: int, kept: Mapping[str, int]) -> None:

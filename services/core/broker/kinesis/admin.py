@@ -272,6 +272,9 @@ class KinesisAdmin:
         """As in the contract: none."""
         return frozenset()
 
+    async def keep_by_storing(self, topics: Collection[str]) -> None:
+        """As in the contract: it always does."""
+
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
         """As in the contract, per shard. A shard that the group has not begun counts from its oldest record."""
         member = KinesisMemberBackend(self._shared, group)

@@ -115,6 +115,9 @@ class LogAdmin:
         """As in the contract: none."""
         return frozenset()
 
+    async def keep_by_storing(self, topics: Collection[str]) -> None:
+        """As in the contract: it always does."""
+
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
         """As in the contract. A partition that the group has not begun counts from its first record."""
         progress = await self._offsets.use(lambda file: file.progress(group, topic))
