@@ -17,7 +17,7 @@ import msgspec
 from services.core.broker.contract import Broker
 from services.core.broker.errors import UnknownTopic
 from services.core.pipe_references import former_lanes
-from services.core.pipes import Destination, Pipe, PipeFile
+from services.core.pipes import Destination, Pipe, PipeFile, own_streams
 from services.core.state_plan import StatePlan, text_digest
 from services.core.topic_names import (
     dead_letter_topic,
@@ -98,8 +98,9 @@ async def find_changes(broker: Broker, pipes: PipeFile, path: Path, data: Path |
     """
     topics = await broker.admin.topics()
     search = _Search(broker, pipes, await read_bookmark(broker.reader), topics)
-    clocked = await broker.admin.kept_by_event_time([name for name in pipes.streams if name in topics])
-    lines = [Change("retention", name, _BY_EVENT_TIME) for name in pipes.streams if name in clocked]
+    own = [name for name in own_streams(pipes) if name in topics]
+    clocked = await broker.admin.kept_by_event_time(own)
+    lines = [Change("retention", name, _BY_EVENT_TIME) for name in own if name in clocked]
     plans = await _read_plans(broker, pipes)
     for name, pipe in pipes.pipes.items():
         lines += await search.compare_pipe(name, pipe)

@@ -19,7 +19,7 @@ from services.core.broker.errors import BrokerError, GroupHasMembers, UnsafeTopi
 from services.core.broker.producer import Producer
 from services.core.existing_topics import existing_topics
 from services.core.pauses import carry_pauses
-from services.core.pipes import PipeFile, Removed
+from services.core.pipes import PipeFile, Removed, own_streams
 from services.core.provision import (
     LargerTopic,
     NoSuchTopics,
@@ -151,11 +151,11 @@ async def count_from_storing(broker: str, pipes: PipeFile) -> list[str]:
     """Let the retention of streams count from storing. Gives those that were altered. Raises CommandFailed."""
 
     async def work(opened: Broker) -> list[str]:
-        found = sorted(await opened.admin.kept_by_event_time(pipes.streams))
+        found = sorted(await opened.admin.kept_by_event_time(own_streams(pipes)))
         await opened.admin.keep_by_storing(found)
         return found
 
-    return await _patiently(broker, work)
+    return await _patiently(broker, pipes, work)
 
 
 class Checked(NamedTuple):

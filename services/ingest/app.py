@@ -58,9 +58,7 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
         if broker is None:
             return
         producer = await stack.enter_async_context(Producer(broker.appender, max_pending_bytes=settings.max_in_flight))
-        intakes = {
-            name: Intake(name, stream, producer.rotate_keyless) for name, stream in own_streams(pipes).items()
-        }
+        intakes = {name: Intake(name, stream, producer.rotate_keyless) for name, stream in own_streams(pipes).items()}
         ledgers = []
         if settings.ledger:
             instance = new_instance()

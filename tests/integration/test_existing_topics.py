@@ -165,7 +165,7 @@ async def test_a_topic_of_others_is_delivered_and_accounted_for(kafka_cluster: K
             }
 
             refuses = False
-            targets = RedriveTargets(pipes, to_stream=True, by_event_time=True)
+            targets = RedriveTargets(pipes, to_stream=True)
             async with Producer(broker.appender) as producer:
                 where = Filter(pipe=pipe, reason=ITEM_FAILED)
                 redrive = Redrive(targets, producer, Auditor(producer, "me@here", where.as_json()), 1000)

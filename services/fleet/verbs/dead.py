@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from services.core.audit import DISCARD
 from services.core.broker.producer import Producer
 from services.core.dead_letter import DeadLetter, Position
-from services.core.pipes import PipeFile, load_pipes
+from services.core.pipes import PipeFile, load_pipes, own_streams
 from services.core.topic_names import lane_name
 from services.core.units import format_count
 from services.fleet.access import find_broker, find_pipes, opened
@@ -234,7 +234,7 @@ async def _redrive(
                     def show(so_far: Redriven) -> None:
                         progress.update(bar, completed=so_far.done + sum(so_far.refused.values()))
 
-                    by_event_time = await broker.admin.kept_by_event_time(file.streams) if to_stream else ()
+                    by_event_time = await broker.admin.kept_by_event_time(own_streams(file)) if to_stream else ()
                     targets = RedriveTargets(file, to_stream=to_stream, by_event_time=by_event_time, to=to)
                     work = Redrive(targets, producer, auditor, rate, asked_to_stop=stop.asked.is_set, show=show)
                     done = work.so_far

@@ -65,6 +65,8 @@ def test_without_a_valid_time_the_time_of_storing_counts(headers: Headers) -> No
     assert read[0] == Record(b"k", b"v", *restore_time(5, headers)) == Record(b"k", b"v", 5, headers)
     assert read[1] == Record(b"k", b"v", 5, (*headers, ("null", b"")))
     assert restore_time(5, headers) == (5, headers)
+    plain = Record(b"k", b"v", 5, headers)
+    assert _rows(bytes(pack([plain], 1 << 20, _WHO, 0, timed=False).data))[0].headers == headers, "a topic of others"
     no_time = Record(b"k", b"v", -1, headers)
     assert _rows(bytes(pack([no_time], 1 << 20, _WHO, 0).data))[0].headers == headers, (
         "a record of others without a time"

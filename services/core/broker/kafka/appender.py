@@ -17,7 +17,7 @@ Kafka forgets the numbers `producer.id.expiration.ms` after the time of the newe
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 
@@ -186,8 +186,9 @@ class _BadRecord(Exception):
 class KafkaAppender:
     """See the module."""
 
-    def __init__(self, cluster: Cluster, limits: TopicLimits) -> None:
-        self._cluster, self._limits = cluster, limits
+    def __init__(self, cluster: Cluster, limits: TopicLimits, others: Collection[str] = ()) -> None:
+        """others: the topics of others, whose records get no header of ours."""
+        self._cluster, self._limits, self._others = cluster, limits, frozenset(others)
         self._targets: dict[tuple[str, int], _Target] = {}
         self._senders: dict[int, NodeSender] = {}
         self._identity: Identity | None = None
@@ -237,7 +238,7 @@ class KafkaAppender:
         if state is None or begin is None:
             return
         batch = state.doubtful
-        packed = pack(batch, MAX_RECORD_BYTES, state.identity, state.next)
+        packed = self._pack(target, batch, MAX_RECORD_BYTES, state)
         offset = await self._send(target, state, packed, batch, progress, deadline)
         progress.store(len(batch) - begin, offset if offset < 0 else offset + begin)
 
@@ -249,7 +250,7 @@ class KafkaAppender:
             start, end = spans.pop()
             state = await self._sequence(target)
             wanted = progress.records[start:end]
-            packed = pack(wanted, min(limit, MAX_RECORD_BYTES), state.identity, state.next)
+            packed = self._pack(target, wanted, min(limit, MAX_RECORD_BYTES), state)
             stop = start + packed.count
             if stop < end:
                 spans.append((stop, end))
@@ -269,6 +270,9 @@ class KafkaAppender:
                 else:
                     middle = (start + stop) // 2
                     spans += [(middle, stop), (start, middle)]
+
+    def _pack(self, target: _Target, records: Sequence[Record], limit: int, state: SequenceState) -> Packed:
+        return pack(records, limit, state.identity, state.next, timed=target.topic not in self._others)
 
     async def _sequence(self, target: _Target) -> SequenceState:
         """The numbering for a new batch; under a new identity when the last batch is still in doubt."""

@@ -41,7 +41,7 @@ class KafkaBroker:
         self._asking = Cluster(bootstrap, f"{prefix}penstock-admin", timing, access)
         self._limits = TopicLimits(self._sending)
         self.features = _FEATURES
-        self.appender = KafkaAppender(self._sending, self._limits)
+        self.appender = KafkaAppender(self._sending, self._limits, existing.names.values())
         self.admin = self.reader = KafkaAdmin(self._asking, self._append, prefix, existing)
         self.resharding = None
         self._shared = SharedResources(self._asking, self.admin.begun, FetchBudget(), prefix, existing)

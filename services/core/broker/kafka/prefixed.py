@@ -202,7 +202,7 @@ class _PrefixedAdmin:
         return frozenset(map(self._names.short, found))
 
     async def keep_by_storing(self, topics: Collection[str]) -> None:
-        await self._admin.keep_by_storing([self._full(topic) for topic in topics])
+        await self._admin.keep_by_storing([self._names.own(topic) for topic in topics])
 
     async def missing_rights(self, rights: Collection[Right]) -> list[Right]:
         if not isinstance(self._admin, RightsReader):

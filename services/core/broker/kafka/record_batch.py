@@ -40,8 +40,8 @@ class Packed:
     data: bytes
 
 
-def pack(records: Sequence[Record], limit: int, identity: Identity, sequence: int) -> Packed:
-    """Pack as many of the records as a batch of `limit` bytes holds, but at least one. Each carries its time in TIME, too."""
+def pack(records: Sequence[Record], limit: int, identity: Identity, sequence: int, *, timed: bool = True) -> Packed:
+    """Pack as many of the records as a batch of `limit` bytes holds, but at least one. timed: their times are also in TIME."""
     builder = DefaultRecordBatchBuilder(_MAGIC, _UNCOMPRESSED, 0, identity.producer_id, identity.epoch, sequence, limit)
     add = builder.append
     count, before = 0, None
@@ -49,7 +49,7 @@ def pack(records: Sequence[Record], limit: int, identity: Identity, sequence: in
         time = record.timestamp
         if time != before:  # events of one request often have the same
             before, header = time, (TIME, b"%d" % time)
-        headers = [*record.headers, header] if time >= 0 else list(record.headers)
+        headers = [*record.headers, header] if timed and time >= 0 else list(record.headers)
         if add(count, time, record.key, record.value, headers) is None:
             break
         count += 1
