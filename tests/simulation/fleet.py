@@ -27,6 +27,7 @@ import services.ingest.app as ingest_app
 import services.ingest.key_watch as key_watch
 import services.observer.app as observer_app
 from services.core.broker.contract import Broker
+from services.core.broker.existing import NO_EXISTING, ExistingTopics
 from services.core.lifecycle import supervise
 from services.core.pipes import PipeFile
 from services.core.snapshot import SNAPSHOT_VARIABLE
@@ -185,7 +186,7 @@ _STARTS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def _open_broker(_url: str) -> AbstractAsyncContextManager[Broker]:
+def _open_broker(_url: str, _existing: ExistingTopics = NO_EXISTING) -> AbstractAsyncContextManager[Broker]:
     process = current_process()
     assert process is not None
     cluster: Cluster = process.found["cluster"]

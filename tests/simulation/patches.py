@@ -402,7 +402,11 @@ PATCHES = (
                 "if oldest is not None:  # else",
                 "if oldest is not None or offset < end[source]:  # else",
             ),
-            Change("services/core/broker/kafka/offsets.py", "max(0, now - oldest))", "max(0, now - (oldest or now)))"),
+            Change(
+                "services/core/broker/kafka/offsets.py",
+                "max(0, now - oldest.event), oldest.stored)",
+                "max(0, now - (oldest.event if oldest else now)))",
+            ),
         ),
         needs=frozenset({"readers", "kafka", "transact"}),
     ),
