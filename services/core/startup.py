@@ -60,6 +60,7 @@ async def open_when_reachable(
     existing: topics of others. Raises BadConfiguration and DataDamaged: waiting does not help.
     """
     retry = Backoff(_BASE_WAIT, _MAX_WAIT)
+    told: type[BrokerError] | None = None
     while not stopping.is_set():
         try:
             async with AsyncExitStack() as attempt:
@@ -76,7 +77,8 @@ async def open_when_reachable(
             if not error.retriable:
                 raise BadConfiguration([Problem("--broker", "", str(error))]) from error
             on_wait(f"the broker cannot be opened: {error}")
-            if retry.fail():
+            if retry.fail() or type(error) is not told:  # a cluster that has just started may lack a right of ours, too
+                told = type(error)
                 log.warning("broker_unavailable", error=str(error), hint="it is tried again")
             await retry.wait(stopping)
     return None
