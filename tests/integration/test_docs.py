@@ -26,7 +26,7 @@ class Page:
 
     def __init__(self, name: str, folder: Path, programs: Path) -> None:
         self._hook, self._ingest, self._observer = str(free_port()), str(free_port()), str(free_port())
-        self._spark = str(free_port())
+        self._spark, self._registry = str(free_port()), str(free_port())
         self.blocks = [self._with_ports(block) for block in BLOCK.findall((REPOSITORY / name).read_text())]
         assert self.blocks, f"{name} has no commands"
         self._folder, self._programs = folder, programs
@@ -41,6 +41,7 @@ class Page:
             .replace("--port 7077", f"--port {self._spark}")
             .replace(":8080", f":{self._ingest}")
             .replace(":8081", f":{self._observer}")
+            .replace(":8084", f":{self._registry}")
             .replace(
                 "timeout 60 ", f"timeout {DEADLINE:.0f} "
             )  # enough for a reader, not for a machine with other work
@@ -216,6 +217,15 @@ async def test_fidelity(tmp_path: Path) -> None:
     assert "events are missing in" in page.said
     assert '"kind":"deploy"' in page.said
     assert '"planned":"deploy"' in page.said
+
+
+async def test_schemas(tmp_path: Path) -> None:
+    """Broken: docs/schemas.md shows commands that do not work, or a refusal that names no fix."""
+    page = await run_page("docs/schemas.md", tmp_path)
+    assert "clicks-value version 1, id 1" in page.said
+    assert "status 1" in page.said
+    assert '{"op": "add", "path": "/fields/1/default", "value": 0}' in page.said
+    assert "com.acme.Order version 1" in page.said
 
 
 async def test_dead_letters(tmp_path: Path) -> None:
