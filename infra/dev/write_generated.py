@@ -11,6 +11,7 @@ from pathlib import Path
 from prometheus_client import Counter, Gauge
 
 from infra.dev.pipe_file_page import pipe_file_page
+from infra.dev.schema_rules_page import schema_rules_page
 from services.autoscaler.settings import AutoscalerSettings
 from services.core import metrics
 from services.core.lag import LagFamily
@@ -172,6 +173,7 @@ FILES = {
     ROOT / "docs" / "configuration.md": configuration_page,
     ROOT / "docs" / "metrics.md": metrics_page,
     ROOT / "docs" / "pipe-file.md": pipe_file_page,
+    ROOT / "docs" / "schema-rules.md": schema_rules_page,
 }
 
 

@@ -15,6 +15,7 @@ from typing import Final
 from services.core.avro.differences import Finding, find, fragment
 from services.core.avro.fixes import candidates
 from services.core.avro.json_document import Fault, Json, SchemaError
+from services.core.avro.notes import notes
 from services.core.avro.patch import Operation, PatchError, apply_patch
 from services.core.avro.resolution import TooComplex
 from services.core.avro.schema import Named, Schema
@@ -57,8 +58,8 @@ class Difference:
     """Why two schemas are not compatible, in one place.
 
     path: a JSON pointer into the new schema. rule: an id of `rules.py`. reader, writer: the types that do not fit; where breaks
-    is FULL, the reader is the new one. breaks: BACKWARD, FORWARD or FULL. fix: a JSON Patch (RFC 6902) of the new schema that
-    ends this difference, or None. against: the index of the earlier schema.
+    is not FORWARD, the reader is the new one. breaks: BACKWARD, FORWARD, FULL, or empty: nothing. fix: a JSON Patch (RFC 6902)
+    of the new schema that ends this difference, or None. against: the index of the earlier schema.
     """
 
     path: str
@@ -93,14 +94,27 @@ def check(level: Level, new: Schema, existing: Sequence[Schema]) -> list[Differe
     tries = [MAX_TRIES]
     for index, old in _counted(level, existing):
         found = [replace(difference, against=index) for difference in _compare(new, old, level, tries)]
-        seen = {(difference.path, difference.rule, difference.breaks) for difference in differences}
-        differences += [item for item in found if (item.path, item.rule, item.breaks) not in seen]
+        seen = {(difference.path, difference.message) for difference in differences}
+        differences += [item for item in found if (item.path, item.message) not in seen]
     return differences
 
 
 def compatible(level: Level, new: Schema, existing: Sequence[Schema]) -> bool:
     """Whether `check` finds nothing. Makes no fixes, so it is quicker. Raises TooComplex."""
     return not any(_findings(new, old, level) for _, old in _counted(level, existing))
+
+
+def diff(old: Schema, new: Schema) -> list[Difference]:
+    """Every change from the old schema to the new one: first what breaks a direction, then what breaks nothing (`breaks` empty).
+
+    Raises TooComplex.
+    """
+    found = check(Level.FULL, new, [old])
+    known = {
+        (finding.site, finding.field.name if finding.field else "") for finding, _ in _findings(new, old, Level.FULL)
+    }
+    rest = [note for note in notes(old, new) if (note.path, "") not in known and (note.path, note.subject) not in known]
+    return found + [Difference(note.path, note.rule, note.new, note.old, "", note.message, None) for note in rest]
 
 
 def repair(level: Level, new: Schema, existing: Sequence[Schema]) -> list[Operation] | None:
@@ -136,9 +150,9 @@ def _findings(new: Schema, old: Schema, level: Level) -> list[tuple[Finding, boo
 
 def _compare(new: Schema, old: Schema, level: Level, tries: list[int]) -> list[Difference]:
     found = _findings(new, old, level)
-    places: dict[tuple[str, str], list[tuple[Finding, bool]]] = {}
+    places: dict[tuple[str, str, str], list[tuple[Finding, bool]]] = {}
     for finding, new_reads in found:
-        places.setdefault((finding.site, finding.rule), []).append((finding, new_reads))
+        places.setdefault((finding.site, finding.rule, finding.subject), []).append((finding, new_reads))
     differences = []
     for group in places.values():
         finding = group[0][0]
@@ -184,10 +198,11 @@ def _both(
     changed = _apply(new, patch)
     if changed is None:
         return None
-    known = {(finding.site, finding.rule) for finding, _ in before}
-    brought = [item for item in _findings(changed, old, level) if (item[0].site, item[0].rule) not in known]
-    for more, after in _tried(brought[:1], changed, old, level, tries):
-        if len(after) < len(before):
+    known = {(finding.site, finding.rule, finding.subject) for finding, _ in before}
+    after = _findings(changed, old, level)
+    brought = [item for item in after if (item[0].site, item[0].rule, item[0].subject) not in known]
+    for more, left in _tried(brought[:1], changed, old, level, tries):
+        if len(left) < len(before):
             return [*patch, *more]
     return None
 

@@ -35,6 +35,13 @@ class Finding:
     field: Field | None = None
     names: tuple[str, ...] = ()
 
+    @property
+    def subject(self) -> str:
+        """What tells this finding from others of its rule at its site: a field, symbols, or the type that a union lacks."""
+        if self.field is not None:
+            return self.field.name
+        return self.writer.full_name if self.rule.startswith("UNION_") else ",".join(self.names)
+
 
 def find(reader: Schema, writer: Schema, *, new_reads: bool) -> list[Finding]:
     """All reasons, in the order of the reader's schema; empty when compatible. new_reads: whether the new schema is the reader.

@@ -41,6 +41,10 @@ def _record(fields: str, name: str = "Click", rest: str = "") -> str:
     return f'{{"type": "record", "name": "{name}", "fields": [{fields}]{rest}}}'
 
 
+def _note(name: str, summary: str, why: str, old: str, new: str) -> Rule:
+    return Rule(name, Category.NOTE, summary, why, "", old, new)
+
+
 _ID: Final = '{"name": "id", "type": "long"}'
 
 RULES: Final[dict[str, Rule]] = {
@@ -164,6 +168,111 @@ RULES: Final[dict[str, Rule]] = {
             _record(
                 '{"name": "price", "type": {"type": "bytes", "logicalType": "decimal", "precision": 7, "scale": 2}}'
             ),
+        ),
+        _note(
+            "FIELD_ADDED",
+            "A record has a new field.",
+            "Old readers pass over it. New readers take its default where a record lacks it.",
+            _record(_ID),
+            _record(f'{_ID}, {{"name": "page", "type": "string", "default": ""}}'),
+        ),
+        _note(
+            "FIELD_REMOVED",
+            "A record has lost a field.",
+            "New readers pass over it. Old readers take its default.",
+            _record(f'{_ID}, {{"name": "page", "type": "string", "default": ""}}'),
+            _record(_ID),
+        ),
+        _note(
+            "FIELD_RENAMED",
+            "A field has another name, and its old name as an alias.",
+            "New readers find the old field. Old readers do not find the new one, and need a default.",
+            _record('{"name": "page", "type": "string", "default": ""}'),
+            _record('{"name": "url", "type": "string", "default": "", "aliases": ["page"]}'),
+        ),
+        _note(
+            "FIELD_DEFAULT_CHANGED",
+            "The default of a field has changed.",
+            "Readers of the two versions see different values where the field is not written.",
+            _record('{"name": "count", "type": "int", "default": 0}'),
+            _record('{"name": "count", "type": "int", "default": 1}'),
+        ),
+        _note(
+            "TYPE_WIDENED",
+            "A type has become one that also reads the old one: int to long, string to bytes.",
+            "New readers read old data. If old readers cannot read new data, another rule says so.",
+            _record('{"name": "page", "type": "string"}'),
+            _record('{"name": "page", "type": "bytes"}'),
+        ),
+        _note(
+            "NAME_MOVED",
+            "A named type has another full name, and still matches.",
+            "Avro compares names without the namespace, and with aliases.",
+            _record(_ID),
+            _record(_ID, "com.acme.Click"),
+        ),
+        _note(
+            "ALIASES_CHANGED",
+            "The aliases of a type or a field have changed.",
+            "A reader needs them for data with the old names.",
+            _record(_ID),
+            _record(_ID, rest=', "aliases": ["Tap"]'),
+        ),
+        _note(
+            "ENUM_SYMBOLS_ADDED",
+            "An enum has new symbols.",
+            "Old readers replace them by the default of their enum.",
+            '{"type": "enum", "name": "Suit", "symbols": ["SPADES"], "default": "SPADES"}',
+            '{"type": "enum", "name": "Suit", "symbols": ["SPADES", "HEARTS"], "default": "SPADES"}',
+        ),
+        _note(
+            "ENUM_SYMBOLS_REMOVED",
+            "An enum has lost symbols.",
+            "New readers replace them by the default of the enum.",
+            '{"type": "enum", "name": "Suit", "symbols": ["SPADES", "HEARTS"], "default": "SPADES"}',
+            '{"type": "enum", "name": "Suit", "symbols": ["SPADES"], "default": "SPADES"}',
+        ),
+        _note(
+            "ENUM_DEFAULT_CHANGED",
+            "The default of an enum has changed.",
+            "Readers of the two versions see different symbols in place of one that they lack.",
+            '{"type": "enum", "name": "Suit", "symbols": ["SPADES", "HEARTS"], "default": "SPADES"}',
+            '{"type": "enum", "name": "Suit", "symbols": ["SPADES", "HEARTS"], "default": "HEARTS"}',
+        ),
+        _note(
+            "UNION_BRANCH_ADDED",
+            "A union has a new type, or a type has become a union.",
+            "New readers read old data. If old readers cannot read new data, another rule says so.",
+            _record('{"name": "page", "type": ["bytes", "null"]}'),
+            _record('{"name": "page", "type": ["bytes", "null", "string"]}'),
+        ),
+        _note(
+            "UNION_BRANCH_REMOVED",
+            "A union has lost a type, or has become one type.",
+            "Old readers read new data. If new readers cannot read old data, another rule says so.",
+            _record('{"name": "page", "type": ["bytes", "null", "string"]}'),
+            _record('{"name": "page", "type": ["bytes", "null"]}'),
+        ),
+        _note(
+            "LOGICAL_TYPE_ADDED",
+            "A type has got a logical type.",
+            "The bytes stay the same. Readers show other values: a time in place of a number.",
+            _record('{"name": "at", "type": "long"}'),
+            _record('{"name": "at", "type": {"type": "long", "logicalType": "timestamp-millis"}}'),
+        ),
+        _note(
+            "LOGICAL_TYPE_REMOVED",
+            "A type has lost its logical type.",
+            "The bytes stay the same. Readers show other values: a number in place of a time.",
+            _record('{"name": "at", "type": {"type": "long", "logicalType": "timestamp-millis"}}'),
+            _record('{"name": "at", "type": "long"}'),
+        ),
+        _note(
+            "DOC_CHANGED",
+            "The documentation of a type or a field has changed.",
+            "The fingerprint stays the same.",
+            _record(_ID),
+            _record(_ID, rest=', "doc": "A click."'),
         ),
     )
 }

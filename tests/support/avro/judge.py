@@ -15,11 +15,15 @@ from spark.jvm.classes import compiled_jar, pyspark_jars
 _SOURCE = Path(__file__).with_name("Judge.scala")
 
 
-def ask(questions: Iterable[tuple[str, ...]]) -> list[str]:
-    """The answers, in order: Judge.scala says which questions there are. One Java answers them all."""
+def ask(questions: Iterable[tuple[str, ...]], *, imports: Path | None = None) -> list[str]:
+    """The answers, in order: Judge.scala says which questions there are. One Java answers them all.
+
+    imports: a folder in which IDL files find imports that are not beside them.
+    """
     beside = tuple(jar_set(AVRO_IDL))
     judge = compiled_jar("penstock-avro-judge", [_SOURCE], beside=beside)
-    path = os.pathsep.join([str(judge), *map(str, beside), f"{pyspark_jars()}{os.sep}*"])
+    more = [] if imports is None else [str(imports)]
+    path = os.pathsep.join([str(judge), *map(str, beside), *more, f"{pyspark_jars()}{os.sep}*"])
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "questions"), Path(folder, "answers")
         with asked.open("w", encoding="utf-8") as file:
