@@ -12,6 +12,7 @@ import lark
 
 from services.core.avro.json_document import Json, SchemaError, place_of
 
+_GRAMMAR = Path(__file__).with_name("idl.lark")
 MAX_TOKENS: Final = 100_000
 """The most words and signs of one text. The parser takes some ten microseconds for each."""
 MAX_NESTING: Final = 100
@@ -148,7 +149,7 @@ def float_of(token: str) -> Json:
 @lru_cache(maxsize=1)
 def _parser() -> lark.Lark:
     return lark.Lark(
-        Path(__file__).with_name("idl.lark").read_text(encoding="utf-8"),
+        _GRAMMAR.read_text(encoding="utf-8"),
         parser="lalr",
         propagate_positions=True,
         maybe_placeholders=False,
