@@ -4,12 +4,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import structlog
 
 from services.core import metrics
 from services.core.broker.errors import BrokerError
 from services.core.broker.record import Record
+from services.core.event import is_of_topic
 from services.core.lag import LagHistogram
+from services.core.ledger.minute import MINUTE_MS
 from services.core.ledger.report import TELEMETRY, LagSet, OriginSet, Report, SparkFigures
 from services.core.ledger.reporter import HEARTBEAT_S, LAGS_EVERY_S, LagTap, cut, join_lags, new_instance
 from spark.reports import NODE, BatchReport
@@ -21,10 +24,14 @@ class PipeReporter:
     """One run of one pipe. Thread-safe: its queries and the thread of its backlog share it. `clock`: seconds since the epoch."""
 
     def __init__(
-        self, pipe: str, append: Callable[[list[Record]], None], clock: Callable[[], float] = time.time
+        self,
+        pipe: str,
+        append: Callable[[list[Record]], None],
+        clock: Callable[[], float] = time.time,
+        stream_of: Callable[[str], str | None] = lambda _incarnation: None,
     ) -> None:
-        """append: stores records in the telemetry topic, durably. Raises BrokerError kinds."""
-        self._pipe, self._append, self._clock = pipe, append, clock
+        """append: stores records in the telemetry topic, durably. Raises BrokerError kinds. stream_of: as of a `SparkBroker`."""
+        self._pipe, self._append, self._clock, self._stream_of = pipe, append, clock, stream_of
         self.figures: Callable[[float, int], SparkFigures] | None = None
         """Makes the figures of some seconds with so many events."""
         self._figures_at, self._read = clock(), 0
@@ -95,14 +102,31 @@ class PipeReporter:
             spark=self._take_figures(now),
         )
         values = [part.encode() for part in cut(report)]
+        records = [Record(self._key, value, at_ms) for value in values]
+        accepted = self._accepted(sets, at_ms)
         try:
-            self._append([Record(self._key, value, at_ms) for value in values])
+            self._append(records + accepted)
         except BrokerError as error:
             metrics.LEDGER_FAILURES.labels(NODE, type(error).__name__).inc()
             raise
         self._lags, self._reported_at = [], now
         metrics.LEDGER_REPORTS.labels(NODE).inc(len(values))
         metrics.LEDGER_BYTES.labels(NODE).inc(sum(map(len, values)))
+
+    def _accepted(self, sets: Sequence[OriginSet], at_ms: int) -> list[Record]:
+        """The reports of events of topics of others: there is no ingest, so the transform accepts what it settles
+        (`services.core.ledger.first_reader`). In the same write, so an event is not missing in between."""
+        found: dict[str, list[OriginSet]] = {}
+        for one in sets:
+            if is_of_topic(one.incarnation) and (stream := self._stream_of(one.incarnation)) is not None:
+                accepted = msgspec.structs.replace(one, outcome="accepted", minute=at_ms // MINUTE_MS)
+                found.setdefault(stream, []).append(accepted)
+        records = []
+        for stream, several in found.items():
+            report = Report(node="ingest", instance=self._instance, pipe=stream, at_ms=at_ms, sets=tuple(several))
+            key = f"ingest/{stream}/{self._instance}".encode()
+            records += [Record(key, part.encode(), at_ms) for part in cut(report)]
+        return records
 
     def _take_figures(self, now: float) -> SparkFigures | None:
         """Once in HEARTBEAT_S. What a report had that could not be stored is missing in the next one: it only shows."""

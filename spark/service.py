@@ -90,7 +90,7 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
             log.warning("no_pipe_has_a_transform", pipes=str(settings.pipes))
             await supervision.stopping.wait()
             return
-        broker = open_spark_broker(settings.broker)
+        broker = open_spark_broker(settings.broker, selected.file)
         check_place(broker, settings)
         scratch = await run_blocking(lambda: Scratch(settings.data), "scratch")
         show_disk(scratch.folder.parent)

@@ -40,7 +40,8 @@ def check_state(settings: StateCheckSettings) -> StateCheck:
     """Start Spark and compare. Blocking. Every failure is in the result."""
     try:
         former = msgspec.msgpack.decode(settings.former.read_bytes(), type=dict[str, StatePlan])
-        broker, chosen = open_spark_broker(settings.broker), load_pipes(settings)
+        chosen = load_pipes(settings)
+        broker = open_spark_broker(settings.broker, chosen.file)
         scratch = settings.data.absolute()
         session = open_session(
             master="local[1]",

@@ -223,7 +223,8 @@ def _run(settings: TrialSettings) -> TrialResult:
     scratch = settings.data.absolute()
     tell = (scratch / PHASE).write_text
     try:
-        broker, chosen = open_spark_broker(settings.broker), load_pipes(settings)
+        chosen = load_pipes(settings)
+        broker = open_spark_broker(settings.broker, chosen.file)
         # A sample is one small batch in memory: no work for a cluster.
         local = settings.master_kind() is MasterKind.LOCAL and settings.master != AUTO
         master = settings.master if local else "local[2]"

@@ -16,6 +16,7 @@ from pyspark.sql.streaming.readwriter import DataStreamReader, DataStreamWriter
 from services.core.broker.connect import parse_kafka_url, parse_kinesis_url
 from services.core.broker.record import Record
 from services.core.ledger.age import Age
+from services.core.pipes import PipeFile
 from services.core.yaml_source import BadConfiguration, Problem
 from spark.records import OffsetRange, Offsets, cut_evenly, from_arrow
 from spark.reports import (
@@ -235,6 +236,10 @@ class SparkBroker(ABC):
         Several threads may call it at once.
         """
 
+    def stream_of(self, incarnation: str) -> str | None:
+        """The stream whose topic is others' and has origins of this incarnation; None for events of ours."""
+        return None
+
     def last_epoch(self, topic: str, writer: str) -> int | None:
         """The newest batch that this writer stored; None without one, or where the broker does not know."""
         return None
@@ -348,9 +353,13 @@ def is_too_much(error: BaseException) -> bool:
     return isinstance(error, TooMuch) or any(text in str(error) for text in _TOO_MUCH)
 
 
-def open_spark_broker(url: str) -> SparkBroker:
-    """The broker of this URL. Connects to nothing yet, and loads only its modules. Raises BadConfiguration."""
+def open_spark_broker(url: str, pipes: PipeFile | None = None) -> SparkBroker:
+    """The broker of this URL. Connects to nothing yet, and loads only its modules. pipes: names the topics of others.
+
+    Raises BadConfiguration.
+    """
     parts = urlsplit(url)
+    others = {} if pipes is None else {name: one for name, one in pipes.streams.items() if one.topic is not None}
     if parts.scheme == "log" and not parts.netloc and parts.path.startswith("/") and not parts.query:
         from spark.brokers.log import LogSparkBroker
 
@@ -359,7 +368,7 @@ def open_spark_broker(url: str) -> SparkBroker:
         from spark.brokers.kafka import KafkaSparkBroker
 
         try:
-            return KafkaSparkBroker(*parse_kafka_url(url))
+            return KafkaSparkBroker(*parse_kafka_url(url), others)
         except ValueError as error:
             raise BadConfiguration([Problem("broker", "", str(error))]) from error
     if parts.scheme == "kinesis":

@@ -17,6 +17,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from services.core import event as names
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.record import Batch, Record
+from services.core.pipes import Stream
 from spark.brokers.contract import (
     BatchName,
     ObservedWrite,
@@ -27,6 +28,7 @@ from spark.brokers.contract import (
     open_stream,
     try_in_tasks,
 )
+from spark.brokers.existing import ReadTopic, run_of, translate
 from spark.brokers.kafka_login import ClientLogin
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, jvm
@@ -65,7 +67,8 @@ _PRODUCER = {
 
 class KafkaSparkBroker(SparkBroker):
     """The cluster behind these bootstrap servers. prefix: of the fleet's names there, as in `services.core.broker.prefix`.
-    security: the file with TLS and the login; each query and each client that begins reads it again.
+    security: the file with TLS and the login; each query and each client that begins reads it again. others: the streams whose
+    topics are others', by name.
 
     Checkpoints have the cluster's names.
     """
@@ -75,8 +78,18 @@ class KafkaSparkBroker(SparkBroker):
     max_record_bytes = 1_040_000
     """Below max.message.bytes of our topics, with room for the framing of a batch and a record."""
 
-    def __init__(self, servers: str, prefix: str = "", security: Path | None = None) -> None:
+    def __init__(
+        self,
+        servers: str,
+        prefix: str = "",
+        security: Path | None = None,
+        others: Mapping[str, Stream] | None = None,
+    ) -> None:
         self._servers, self._prefix, self._login = servers, prefix, ClientLogin(security)
+        self._others = {name: stream for name, stream in (others or {}).items() if stream.topic is not None}
+        self._fleets = {stream.topic: name for name, stream in self._others.items()}
+        self._runs: dict[str, str] = {}
+        """The streams of topics of others, by the beginning of their incarnations; of those that a query reads."""
         self.needs_local_master = security is not None
         self._opening = threading.Lock()
         self._producer: Any = None
@@ -86,27 +99,27 @@ class KafkaSparkBroker(SparkBroker):
         """The topics' ids. Raises UnknownTopic, Unavailable."""
         with self._admin(session) as admin:
             found = admin.describe(self._full(topics))
-            return {name: str(found[self._prefix + name].topicId()) for name in topics}
+            return {name: str(found[self._full_name(name)].topicId()) for name in topics}
 
     def stored_ranges(self, session: SparkSession, topics: Sequence[str]) -> list[OffsetRange]:
         with self._admin(session) as admin:
             partitions = admin.partitions(self._full(topics))
             starts, ends = (admin.offsets(partitions, which) for which in ("earliest", "latest"))
         return [
-            OffsetRange(topic.removeprefix(self._prefix), partition, start, end)
+            OffsetRange(self._short(topic), partition, start, end)
             for (topic, partition), start, end in zip(partitions, starts, ends, strict=True)
         ]
 
     def parse_offsets(self, line: str, checkpoint: str) -> Offsets:
-        found = {topic.removeprefix(self._prefix): part for topic, part in json.loads(line).items()}
+        found = {self._short(topic): part for topic, part in json.loads(line).items()}
         return {(topic, int(p)): n for topic, part in found.items() for p, n in part.items()}
 
     def with_topics(self, session: SparkSession, offset: str, topics: Sequence[str]) -> str:
         known: dict[str, dict[str, int]] = json.loads(offset)
         found = {topic: known[topic] for topic in self._full(topics) if topic in known}
-        added = [topic for topic in topics if self._prefix + topic not in known]
+        added = [topic for topic in topics if self._full_name(topic) not in known]
         for part in self.stored_ranges(session, added) if added else ():
-            found.setdefault(self._prefix + part.topic, {})[str(part.partition)] = part.start
+            found.setdefault(self._full_name(part.topic), {})[str(part.partition)] = part.start
         return json.dumps(found, separators=(",", ":"))
 
     def read_stream(
@@ -122,19 +135,21 @@ class KafkaSparkBroker(SparkBroker):
         if max_events is not None:
             options["maxOffsetsPerTrigger"] = str(max_events)
         options = self._with_servers(options)
-        return self._to_raw(open_stream(session, name).format("kafka").options(**options).load())
+        read = self._read_topics(session, topics)
+        return self._to_raw(open_stream(session, name).format("kafka").options(**options).load(), read)
 
     def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
         starts: dict[str, dict[str, int]] = {}
         ends: dict[str, dict[str, int]] = {}
         for part in ranges:
-            topic = self._prefix + part.topic
+            topic = self._full_name(part.topic)
             starts.setdefault(topic, {})[str(part.partition)] = part.start
             ends.setdefault(topic, {})[str(part.partition)] = part.end
         assign = {topic: [int(partition) for partition in part] for topic, part in starts.items()}
         offsets = {"startingOffsets": json.dumps(starts), "endingOffsets": json.dumps(ends)}
         options = _SOURCE | {"assign": json.dumps(assign)} | offsets
-        return self._to_raw(session.read.format("kafka").options(**self._with_servers(options)).load())
+        read = self._read_topics(session, list({part.topic: None for part in ranges}))
+        return self._to_raw(session.read.format("kafka").options(**self._with_servers(options)).load(), read)
 
     def write_stream(self, frame: DataFrame, topic: str, writer: str, *, by_time: bool) -> DataStreamWriter:
         options = self._with_servers(_SINK | {"topic": self._prefix + topic})
@@ -210,15 +225,38 @@ class KafkaSparkBroker(SparkBroker):
 
     def _full(self, topics: Sequence[str]) -> list[str]:
         """The topics' names on the cluster."""
-        return [self._prefix + topic for topic in topics]
+        return [self._full_name(topic) for topic in topics]
 
-    def _to_raw(self, frame: DataFrame) -> DataFrame:
+    def _full_name(self, topic: str) -> str:
+        other = self._others.get(topic)
+        return self._prefix + topic if other is None or other.topic is None else other.topic
+
+    def _short(self, topic: str) -> str:
+        """The fleet's name of a topic on the cluster."""
+        return self._fleets.get(topic) or topic.removeprefix(self._prefix)
+
+    def _read_topics(self, session: SparkSession, topics: Sequence[str]) -> list[ReadTopic]:
+        """Those of these topics that are others'. Raises UnknownTopic, Unavailable."""
+        names = [topic for topic in topics if topic in self._others]
+        found = self.identify(session, names) if names else {}
+        read = [ReadTopic(name, self._full_name(name), run_of(found[name]), self._others[name]) for name in names]
+        self._runs |= {one.run: one.name for one in read}
+        return read
+
+    def stream_of(self, incarnation: str) -> str | None:
+        return self._runs.get(incarnation.rpartition("e")[0])
+
+    def _to_raw(self, frame: DataFrame, read: Sequence[ReadTopic]) -> DataFrame:
+        for one in read:
+            frame = translate(frame, one)
         columns = {name: f.col(name) for name in RAW_NAMES} | {
             "offset": f.lpad(f.col("offset").cast("string"), DIGITS, "0"),
             **restored_time(),
         }
-        if self._prefix:
-            columns["topic"] = f.substr(f.col("topic"), f.lit(len(self._prefix) + 1))
+        own = f.substr(f.col("topic"), f.lit(len(self._prefix) + 1)) if self._prefix else f.col("topic")
+        for one in read:
+            own = f.when(f.col("topic") == one.topic, f.lit(one.name)).otherwise(own)
+        columns["topic"] = own
         return frame.select(*[column.alias(name) for name, column in columns.items()])
 
     def _with_servers(self, options: Mapping[str, str]) -> dict[str, Any]:

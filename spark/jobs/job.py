@@ -138,7 +138,9 @@ class Job:
         session = own_session(session)
         session.sparkContext.setLocalProperty("spark.scheduler.pool", self.pipe)
         if self._ledger:
-            self._reporter = PipeReporter(self.pipe, partial(self._broker.append, session, TELEMETRY))
+            self._reporter = PipeReporter(
+                self.pipe, partial(self._broker.append, session, TELEMETRY), stream_of=self._broker.stream_of
+            )
             self._reporter.figures = self._take_figures
         measuring = threading.Thread(
             target=self._measure_backlog, args=[session], name=f"backlog-{self.pipe}", daemon=True

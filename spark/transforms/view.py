@@ -129,6 +129,11 @@ def _checks(columns: StructType | None) -> list[Check]:
         Check(f.col("value").isNull(), "bad_record", "the record has no value"),
         Check(event_id.isNull(), "bad_record", f"the record has no header {names.ID}"),
         Check(~f.is_valid_utf8(event_id.cast("string")), "bad_record", f"the header {names.ID} is not UTF-8"),
+        Check(
+            header(names.FAULT).isNotNull(),
+            "bad_record",
+            f"a rule of its stream in the pipe file does not fit it; the header {names.FAULT} says why",
+        ),
         Check(~f.is_valid_utf8(text), "bad_record", "the payload is not UTF-8 text"),
     ]
     if columns is None:
