@@ -42,6 +42,7 @@ class Lane:
         self.name = lane_name(pipe, destination)
         self._pause, self._ledger, self._take_over = pause, metrics.ledger, take_over
         self._is_paused_known = pause is None
+        self._has_joined = False
         self._member = GroupMember(
             broker,
             delivery_group(pipe, destination),
@@ -82,6 +83,9 @@ class Lane:
         if self._take_over is not None:
             await self._take_over()
             self._take_over = None
+        if not self._has_joined:
+            await self._ledger.before_join()
+            self._has_joined = True
         if not self._optional_topics:
             return self._topics
         existing = await self._broker.admin.topics()

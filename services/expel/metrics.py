@@ -16,7 +16,7 @@ from services.core.http_failure import Failure
 from services.core.lag import LagHistogram
 from services.core.ledger.age import Age, Place
 from services.core.ledger.fields import FieldSample
-from services.core.ledger.first_reader import FirstReader
+from services.core.ledger.first_reader import FirstReader, LateStart
 from services.core.ledger.report import Backlog, Breaker, Node, Span
 from services.core.ledger.report import Outcome as ReportedOutcome
 from services.core.ledger.reporter import Reporter, close_reporters
@@ -170,9 +170,10 @@ class LaneLedger:
         group: GroupLag | None = None,
         backlogs: "Mapping[Backlog, _Backlog | _TimedBacklog] | None" = None,
         first_reader: FirstReader | None = None,
+        late_start: LateStart | None = None,
     ) -> None:
         self._reporter, self._lag_in, self._reader, self._group = reporter, lag_in, reader, group
-        self._first_reader = first_reader
+        self._first_reader, self._late_start = first_reader, late_start
         self._backlogs = backlogs or {}
         self._measured_at = 0
         self._sample = FieldSample()
@@ -193,12 +194,14 @@ class LaneLedger:
         *,
         timed: bool = False,
         others: Collection[str] = (),
+        late: bool = False,
     ) -> "LaneLedger":
         """One with a reporter.
 
         sources: the topics from which events come first. Events from the retry topic (`returned`) or from the topics in `kept`
         were reported as retrying, parked or dead: they are outstanding, and no minute waits for them. timed: the broker's lag
         says when the oldest record was stored. others: the sources that are topics of others.
+        late: the destination begins at the newest event.
         """
         lag_in = LagHistogram()
         lags = {
@@ -219,7 +222,14 @@ class LaneLedger:
         group = follow_group(
             broker.admin, delivery_group(pipe, destination), set().union(*topics_by_name.values()), reads=timed
         )
-        return cls(reporter, lag_in, broker.reader, group, backlogs, FirstReader(producer, others) if others else None)
+        first = FirstReader(producer, others) if others else None
+        begins = LateStart(broker, delivery_group(pipe, destination), others) if others and late else None
+        return cls(reporter, lag_in, broker.reader, group, backlogs, first, begins)
+
+    async def before_join(self) -> None:
+        """Call it before the first join, until it succeeds. Raises BrokerError kinds."""
+        if self._late_start is not None:
+            await self._late_start.find_new()
 
     def record_read(self, batch: Batch) -> None:
         """A batch was polled: its events are accepted where no ingest has accepted them."""
@@ -262,6 +272,8 @@ class LaneLedger:
         """
         if self._reporter is None:
             return
+        if self._late_start is not None:
+            await self._late_start.skip_earlier(self._reporter.sets)
         lags = own if self._group is None else await self._group.complete(own)
         if lags is not None:
             for name, backlog in self._backlogs.items():

@@ -351,6 +351,7 @@ class LaneBuilder:
             kept,
             timed=not self._broker.features.contiguous_offsets,
             others=plan.others,
+            late=plan.destination.start == "latest",
         )
 
 

@@ -11,9 +11,10 @@ import time
 from collections.abc import Collection, Sequence
 
 from services.core import metrics
+from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
-from services.core.event import ORIGIN, Origin, read_arrival
+from services.core.event import ORIGIN, TOPIC_NUMBERS, Origin, read_arrival
 from services.core.ledger.accumulator import SetKey, Sets
 from services.core.ledger.minute import MINUTE_MS
 from services.core.ledger.reporter import Reporter, new_instance
@@ -63,6 +64,41 @@ def _origin(record: Record) -> Origin | None:
         return Origin.unpack(record.header(ORIGIN) or b"")
     except ValueError:
         return None
+
+
+class LateStart:
+    """A group that begins at the newest records of topics of others. Other groups may read what was stored before and report it
+    as accepted; this one skips it. Without a report it would be missing here."""
+
+    def __init__(self, broker: Broker, group: str, topics: Collection[str]) -> None:
+        self._broker, self._group, self._topics = broker, group, topics
+        self._new: list[str] = []
+
+    async def find_new(self) -> None:
+        """Call it before each join until it succeeds: which topics the group has not begun yet. Raises BrokerError kinds."""
+        admin = self._broker.admin
+        self._new = [topic for topic in self._topics if not await admin.has_begun(self._group, topic)]
+
+    async def skip_earlier(self, sets: Sets) -> None:
+        """Call it after the join, once: adds what was stored before the group's positions. Raises BrokerError kinds."""
+        for topic in self._new:
+            held = await self._broker.reader.describe(topic)
+            for partition, position in (await self._broker.admin.positions(self._group, topic)).items():
+                if position > held[partition].start:
+                    await self._skip(sets, topic, partition, held[partition].start, position)
+        self._new = []
+
+    async def _skip(self, sets: Sets, topic: str, partition: int, start: int, position: int) -> None:
+        batch = await self._broker.reader.read(topic, partition, start, max_records=1)
+        origin = None if batch is None or batch.damage is not None else _origin(batch.records[0])
+        if origin is None:
+            return
+        run = origin.incarnation.rpartition("e")[0]
+        for epoch in range(start // TOPIC_NUMBERS, position // TOPIC_NUMBERS + 1):
+            first = epoch * TOPIC_NUMBERS
+            count = min(position - first, TOPIC_NUMBERS)
+            if count > 0:
+                sets.add_range(SetKey("skipped", f"{run}e{epoch}", partition), 0, count)
 
 
 class FirstReader:

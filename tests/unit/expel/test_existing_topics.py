@@ -3,15 +3,19 @@
 import asyncio
 import json
 import time
+from pathlib import Path
 
 from pyroaring import BitMap
 
+from services.core.broker.contract import TopicSpec
+from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.dead_letter import DETAIL, REASON
-from services.core.event import ARRIVAL, CONTENT_TYPE, ID, ORIGIN
+from services.core.event import ARRIVAL, CONTENT_TYPE, ID, ORIGIN, topic_incarnation
 from services.core.existing_topics import Translation
-from services.core.ledger.first_reader import FirstReader
+from services.core.ledger.accumulator import Sets
+from services.core.ledger.first_reader import FirstReader, LateStart
 from services.core.ledger.report import TELEMETRY, Report, decode_report, unpack_numbers
 from services.core.pipe_topic import TopicTarget
 from services.core.pipes import Stream
@@ -113,6 +117,31 @@ async def test_old_events_are_outside_of_the_loss_table() -> None:
         await reader.report()
     reports = [decode_report(record.value) for record in telemetry.records(TELEMETRY)]
     assert told(reports, "ingest", "accepted") == BitMap([2, 3, 4])
+
+
+async def test_what_is_stored_before_a_late_start_is_skipped(tmp_path: Path) -> None:
+    """Broken: a destination with `start: latest` misses all events that another one reads from the beginning."""
+    now, found, again = int(time.time() * 1000), Sets(), Sets()
+
+    async def ignore(_leaving: frozenset[TopicPartition]) -> None:
+        return
+
+    async with LogBroker.open(str(tmp_path / "log")) as broker:
+        await broker.admin.create_topic(TopicSpec("s", 1))
+        await broker.appender.append("s", 0, read(*(Record(None, b"{}", now) for _ in range(5))), timeout=10)
+        late = LateStart(broker, "late.hook", ["s"])
+        await late.find_new()
+        async with broker.consumer("late.hook", ["s"], start="latest", on_revoke=ignore) as consumer:
+            while not consumer.assignment():
+                await consumer.poll(max_records=10, max_wait=0.1)
+            await late.skip_earlier(found)
+            await late.skip_earlier(again)
+        await late.find_new()
+        await late.skip_earlier(again)
+    (one,) = found.pack()
+    assert (one.outcome, unpack_numbers(one.numbers)) == ("skipped", BitMap(range(5)))
+    assert one.incarnation == topic_incarnation(ID_OF_TOPIC, 0)
+    assert not again
 
 
 def send(target: TopicTarget) -> list[Record]:
