@@ -13,6 +13,7 @@ import orjson
 
 from bench.cluster import cluster_figures
 from bench.delivery import delivery_figures
+from bench.existing_topics import existing_figures
 from bench.figures import Figure, print_figures
 from bench.isolation import isolation_figures
 from bench.kinesis import kinesis_figures
@@ -30,6 +31,7 @@ GROUPS: dict[str, Callable[[Setup], list[Figure]]] = {
     "ingest": ingest_figures,
     "kinesis": kinesis_figures,
     "expel": delivery_figures,
+    "existing": existing_figures,
     "ledger": ledger_figures,
     "ledger-kafka": kafka_transform,
     "cluster": cluster_figures,

@@ -14,7 +14,7 @@ from bench.setup import CPU, Setup, make_topics, send_load, tell
 
 PIPE = """version: 1
 streams:
-  {stream}: {{id: id, time: time}}
+  {stream}: {source}
 pipes:
   {pipe}:
     sources: [{stream}]
@@ -29,6 +29,8 @@ pipes:
 """
 DELIVERED = "penstock_expel_events_delivered_total"
 DEADLINE_S = 300.0
+OWN = "{id: id, time: time}"
+"""A stream of ours, as the pipe file has it."""
 LEFT = 0.3
 """The share of the events that must still wait when measuring starts: expel delivers as soon as it can."""
 
@@ -58,7 +60,7 @@ def _figure(setup: Setup, sink: str, size: int, events: int, name: str, goal: fl
     floors, values = [], []
     for number in range(setup.rounds):
         floors.append(_measure_floor(setup, stream, size, events, sink))
-        values.append(_measure_expel(setup, stream, f"{stream}-{number}", size, events, sink))
+        values.append(measure_expel(setup, stream, f"{stream}-{number}", size, events, sink))
         tell(f"expel, {name}, round {number + 1}: {values[-1]:.2f}, bare loop {floors[-1]:.2f}")
     return Figure(f"Kafka → expel → HTTP, {name}", min(values), CPU, goal, min(floors))
 
@@ -69,10 +71,13 @@ def _measure_floor(setup: Setup, topic: str, size: int, events: int, sink: str) 
     return float(report["cpu_seconds"] / report["events"] * 1e6)
 
 
-def _measure_expel(setup: Setup, stream: str, pipe: str, size: int, events: int, sink: str) -> float:
-    """CPU-s/M of a process that serves this pipe alone, from when it is ready: imports and joining are not counted."""
-    pipes = setup.folder / f"{pipe}.yaml"
-    pipes.write_text(PIPE.format(stream=stream, pipe=pipe, url=sink, secret=make_secret(setup.folder), size=size))
+def measure_expel(setup: Setup, stream: str, pipe: str, size: int, events: int, sink: str, source: str = OWN) -> float:
+    """CPU-s/M of a process that serves this pipe alone, from when it is ready: imports and joining are not counted.
+
+    source: the stream, as the pipe file has it.
+    """
+    pipes, secret = setup.folder / f"{pipe}.yaml", make_secret(setup.folder)
+    pipes.write_text(PIPE.format(stream=stream, source=source, pipe=pipe, url=sink, secret=secret, size=size))
     make_topics(setup.kafka, pipes)
     management = free_port()
     options = ("--broker", setup.kafka, "--pipes", str(pipes), "--allow-networks", "127.0.0.0/8")

@@ -11,6 +11,7 @@ import orjson
 
 from bench.processes import run_json
 from services.core.broker.connect import open_broker
+from services.core.existing_topics import existing_topics
 from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
 
@@ -44,8 +45,9 @@ def make_topics(url: str, pipes: Path) -> None:
     """The topics that a pipe file implies; those that exist stay."""
 
     async def create() -> None:
-        async with open_broker(url) as broker:
-            await ensure_topics(broker.admin, await asyncio.to_thread(load_pipes, pipes))
+        file = await asyncio.to_thread(load_pipes, pipes)
+        async with open_broker(url, existing_topics(file)) as broker:
+            await ensure_topics(broker.admin, file)
 
     asyncio.run(create())
 
