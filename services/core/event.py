@@ -65,7 +65,8 @@ class Origin(NamedTuple):
 
 TOPIC_NUMBERS = 1 << 31
 """The offsets of one incarnation of a topic of others: the ledger's sets have room for so many."""
-_OF_TOPIC = "topic"
+OF_TOPIC = "topic"
+"""The beginning of the incarnations of topics of others; those of ingest are hexadecimal."""
 
 
 def topic_incarnation(topic_id: str, offset: int) -> str:
@@ -73,12 +74,12 @@ def topic_incarnation(topic_id: str, offset: int) -> str:
 
     The number is `offset % TOPIC_NUMBERS`. A topic that was deleted and created again has another id.
     """
-    return f"{_OF_TOPIC}{topic_id.replace('-', '')}e{offset // TOPIC_NUMBERS}"
+    return f"{OF_TOPIC}{topic_id.replace('-', '')}e{offset // TOPIC_NUMBERS}"
 
 
 def is_of_topic(incarnation: str) -> bool:
-    """Whether it is a `topic_incarnation`: that of ingest is hexadecimal."""
-    return incarnation.startswith(_OF_TOPIC)
+    """Whether it is a `topic_incarnation`."""
+    return incarnation.startswith(OF_TOPIC)
 
 
 def read_id(record: Record) -> str | None:

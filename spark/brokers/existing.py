@@ -1,7 +1,7 @@
 """Topics of others, as a transform reads them: the rules of `services.core.existing_topics` as expressions of Spark.
 
 A test holds both against each other. Expressions run in Spark's Java, also in real-time mode; Python would cost a worker for each
-record. Tombstones that are skipped do not leave the source.
+record. A tombstone that is to be skipped keeps its null, and the view filters it.
 """
 
 import re
@@ -52,8 +52,6 @@ def run_of(topic_id: str) -> str:
 def translate(frame: DataFrame, read: ReadTopic) -> DataFrame:
     """Records as the connector gives them, with a number as offset: those of this topic as events, the others as they are."""
     rules, is_ours = _Rules(read), f.col("topic") == read.topic
-    if read.stream.tombstones == "skip":
-        frame = frame.where(~is_ours | f.col("value").isNotNull())
     columns = {name: f.when(is_ours, column).otherwise(f.col(name)) for name, column in rules.columns().items()}
     return frame.withColumns(columns)
 

@@ -152,8 +152,10 @@ def _checks(columns: StructType | None) -> list[Check]:
 
 
 def _is_tombstone() -> Column:
-    """Of a compacted stream: the key of this event is gone. Without a key or an id it is a damaged record."""
-    return f.col("value").isNull() & f.col("key").isNotNull() & f.col(_ID).isNotNull()
+    """Of a compacted stream: the key of this event is gone. Without a key or an id it is a damaged record; not so in a topic of
+    others, where any record may have no value."""
+    of_others = f.startswith(header(names.ORIGIN), f.lit(names.OF_TOPIC.encode()))
+    return f.col("value").isNull() & f.col(_ID).isNotNull() & (f.col("key").isNotNull() | of_others)
 
 
 def _has_braces(text: Column) -> Column:
