@@ -77,6 +77,14 @@ def topic_incarnation(topic_id: str, offset: int) -> str:
     return f"{OF_TOPIC}{topic_id.replace('-', '')}e{offset // TOPIC_NUMBERS}"
 
 
+def offset_of(origin: Origin) -> int:
+    """Where the record with this origin is, in its partition of a topic of others. Raises ValueError for an event of ours."""
+    run, _, epoch = origin.incarnation.rpartition("e")
+    if not is_of_topic(run) or not epoch.isdigit():
+        raise ValueError(f"{origin.incarnation} is not of a topic of others")
+    return int(epoch) * TOPIC_NUMBERS + origin.sequence
+
+
 def is_of_topic(incarnation: str) -> bool:
     """Whether it is a `topic_incarnation`."""
     return incarnation.startswith(OF_TOPIC)

@@ -10,9 +10,9 @@ from pyroaring import BitMap
 
 from services.core.broker.contract import PartitionRange, Reader
 from services.core.broker.errors import UnknownTopic
-from services.core.broker.reading import scan
+from services.core.broker.reading import READ_RECORDS, scan
 from services.core.broker.record import Batch, Record
-from services.core.event import ORIGIN, Origin, read_id
+from services.core.event import ORIGIN, Origin, is_of_topic, offset_of, read_id
 from services.core.ledger.report import Node, Span, longest_wait_s
 from services.core.retry_state import BadRetryRecord, read_wait
 from services.core.topic_names import DELAYS_S, RETRY_IN, delay_topic, output_topic, retry_topic
@@ -168,6 +168,9 @@ async def explain(table: Table, reader: Reader, pipe: str, minute: int) -> Expla
     search = Search(reader, MAX_READ)
     if wanted:
         for stream in table.flow.pipes[pipe].sources:
+            if stream in table.flow.others:
+                await _search_topic(search, reader, stream, wanted)
+                continue
             for partition, held in (await _partitions(reader, stream)).items():
                 start, end = table.stored_between(stream, partition, minute)
                 await search.read(stream, partition, start, end, wanted, read_origin, held)
@@ -212,6 +215,21 @@ def _name(step: StepSets, table: Table, pipe: str) -> Iterable[Missing]:
     for those, last in places:
         for origin in those.first(MAX_NAMED):
             yield Missing(origin.pack().decode(), node, step.step.destination, last)
+
+
+async def _search_topic(search: Search, reader: Reader, stream: str, wanted: set[bytes]) -> None:
+    """In a topic of others, where the origin is the place."""
+    places: dict[int, list[int]] = {}
+    for origin in map(Origin.unpack, wanted):
+        if is_of_topic(origin.incarnation):
+            places.setdefault(origin.partition, []).append(offset_of(origin))
+    for partition, held in (await _partitions(reader, stream)).items():
+        offsets = sorted(places.get(partition, ()))
+        while offsets:
+            first = offsets[0]
+            near = [offset for offset in offsets if offset - first < READ_RECORDS]
+            await search.read(stream, partition, first, near[-1] + 1, wanted, read_origin, held)
+            offsets = offsets[len(near) :]
 
 
 async def _search_output(search: Search, reader: Reader, topic: str, minute: int, wanted: set[bytes]) -> None:

@@ -1,10 +1,14 @@
 """The rules by which a record of a topic of others becomes an event."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from services.core.broker.existing import target_name
 from services.core.broker.record import Batch, Damage, Headers, Record
@@ -22,8 +26,10 @@ from services.core.event import (
 from services.core.existing_topics import Translation, existing_topics
 from services.core.ledger.accumulator import _ORIGIN
 from services.core.ledger.report import MAX_NUMBER
+from services.core.pipe_references import find_broken_references
 from services.core.pipes import PipeFile, Stream
 
+PAGE = Path(__file__).parents[3] / "docs/existing-topics.md"
 TOPIC_ID = "3d9c2b1e-0f4a-4c55-8f7e-3a5b6c7d8e9f"
 RUN = "topic3d9c2b1e0f4a4c558f7e3a5b6c7d8e9fe0"
 NOW = 1_790_000_000_000
@@ -258,3 +264,51 @@ def test_the_names_of_the_topics_of_others() -> None:
     assert found.names == {"invoices": "billing.invoices", target_name("erp.invoices"): "erp.invoices"}
     assert found.translate.keys() == {"billing.invoices"}
     assert not existing_topics(PipeFile.model_validate({"streams": {"orders": {}}}))
+
+
+def test_the_pipe_file_of_the_page() -> None:
+    """Broken: docs/existing-topics.md shows a pipe file that is refused, or does something else than it says."""
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    file = PipeFile.model_validate(yaml.safe_load(text))
+    assert set(existing_topics(file).names.values()) == {"billing.invoices", "erp.invoices"}
+    value = b'{"kind": "paid", "customer": {"id": 12}}'
+    record = plain(value, (("invoice-id", b"i-1"), ("issued-at", b"2026-01-02T03:04:05Z")), b"k")
+    stream = file.streams["invoices"]
+    (made,) = Translation(stream)(Batch("billing.invoices", 0, [0], [record]), TOPIC_ID).records
+    assert (made.key, made.value, made.timestamp) == (b"12", value, 1_767_323_045_000)
+    assert (made.header(ID), made.header("ce_type"), made.header(FAULT)) == (b"i-1", b"paid", None)
+
+
+@pytest.mark.parametrize(
+    ("stream", "mistake"),
+    [
+        ({"topic": "a/b"}, "string_pattern_mismatch"),
+        ({"topic": ".."}, "no name that Kafka allows"),
+        ({"topic": "t", "partitions": 3}, "partitions and topic exclude each other"),
+        ({"topic": "t", "format": "text", "id": "id"}, "a payload of format text has no fields"),
+        ({"id": {"header": "x"}}, "only a topic of others has headers"),
+        ({"tombstones": "deliver"}, "only for a topic of others"),
+    ],
+)
+def test_mistakes_in_the_pipe_file(stream: dict[str, Any], mistake: str) -> None:
+    """Broken: a key that does nothing is taken for one that works."""
+    with pytest.raises(ValidationError) as caught:
+        Stream.model_validate(stream)
+    assert mistake in str(caught.value) + str(caught.value.errors()[0]["type"])
+
+
+def test_broken_references_to_topics_of_others() -> None:
+    """Broken: a pipe writes to a topic that is only read, or into its own source for ever."""
+    found = find_broken_references(
+        {
+            "streams": {"a": {"topic": "t"}, "b": {"topic": "u"}, "b2": {"topic": "u"}, "c": {}},
+            "pipes": {
+                "p": {"sources": ["c"], "destinations": [{"name": "d", "stream": "a"}]},
+                "q": {"sources": ["a"], "destinations": [{"name": "d", "topic": {"name": "t"}}]},
+            },
+        }
+    )
+    texts = [text for _, text in found]
+    assert texts[0].startswith("'u' is the topic of stream 'b' already")
+    assert texts[1].startswith("'a' is the topic t of others, which is only read")
+    assert "leads back to the pipe's own source: a loop" in texts[2]

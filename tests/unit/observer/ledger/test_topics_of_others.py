@@ -1,11 +1,20 @@
 """The loss table of a topic of others: accepted by whoever reads first, once, whatever else reads it."""
 
-from services.core.event import topic_incarnation
+from pathlib import Path
+
+from services.core.broker.contract import TopicSpec
+from services.core.broker.log import LogBroker
+from services.core.broker.record import Batch, Record
+from services.core.event import TOPIC_NUMBERS, Origin, offset_of, topic_incarnation
+from services.core.existing_topics import Translation
+from services.core.pipes import Stream
+from services.observer.explain import explain
 from services.observer.ledger.flow import Flow, PipeFlow, Step
 from services.observer.ledger.table import Table
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS, accept, hear, tell
 
-RUN = topic_incarnation("3d9c2b1e-0f4a-4c55-8f7e-3a5b6c7d8e9f", 0)
+TOPIC_ID = "3d9c2b1e-0f4a-4c55-8f7e-3a5b6c7d8e9f"
+RUN = topic_incarnation(TOPIC_ID, 0)
 FLOW = Flow(
     {
         "one": PipeFlow(("invoices",), transforms=False, destinations={"a": None, "b": None}),
@@ -67,3 +76,22 @@ def test_there_is_no_ingest_to_wait_for() -> None:
     for pipe, destination in (("one", "a"), ("one", "b"), ("two", "c")):
         settles(table, pipe, destination, range(3))
     assert table.row("one", MINUTE, FINAL).why_open is None
+
+
+async def test_a_missing_event_is_named_by_its_place(tmp_path: Path) -> None:
+    """Broken: `penstock loss explain` reads a whole topic of others for one event, and gives up before it has found it."""
+    table = Table(FLOW)
+    reads(table, range(2_500), MINUTE, "a")
+    settles(table, "one", "a", range(2_500))
+    settles(table, "one", "b", range(1, 2_499))
+    settles(table, "two", "c", range(2_500))
+    offsets = range(2_500)
+    batch = Batch("billing", 0, offsets, [Record(None, b"{}", START_MS)] * len(offsets))
+    records = Translation(Stream(topic="billing"))(batch, TOPIC_ID).records
+    async with LogBroker.open(str(tmp_path / "log")) as broker:
+        await broker.admin.create_topic(TopicSpec("invoices", 1))
+        await broker.appender.append("invoices", 0, records, timeout=10)
+        found = await explain(table, broker.reader, "one", MINUTE)
+    assert [(one.event_id, one.offset) for one in found.named] == [("billing-0-0", "0"), ("billing-0-2499", "2499")]
+    assert found.records_read == 2
+    assert offset_of(Origin(topic_incarnation(TOPIC_ID, TOPIC_NUMBERS + 7), 0, 7)) == TOPIC_NUMBERS + 7
