@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 from services.core import consuming
 from services.core.broker.errors import Unavailable
 from services.core.broker.record import TopicPartition
+from services.expel import circuit_breaker
 from services.expel import dispatcher as dispatcher_module
-from services.expel import throttle
 from services.expel.delivery import Delivery
 from services.expel.retry_policy import Outcome, RetryLimits
 from services.expel.send_queue import RequestLimits
@@ -243,7 +243,7 @@ def test_waits_are_shorter_than_the_backends_allow() -> None:
 
 async def test_a_lane_full_of_retries_goes_on_after_a_revoke(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: a rebalance during a receiver's outage leaves the lane asleep until restart, its membership alive."""
-    monkeypatch.setattr(throttle, "FIRST_WAIT_S", 0.1)
+    monkeypatch.setattr(circuit_breaker, "FIRST_WAIT_S", 0.1)
     is_busy = True
 
     def answer(_delivery: Delivery) -> Outcome:

@@ -12,7 +12,7 @@ from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.pauses import Pause, Pauses
 from services.core.retry_state import RetryState, unwrap, wrap
 from services.core.topic_names import CONTROL
-from services.expel import pause, throttle
+from services.expel import circuit_breaker, pause, slow_start
 from services.expel.delivery import Delivery
 from services.expel.retry_policy import Outcome, RetryLimits
 from services.expel.send_queue import RequestLimits
@@ -28,8 +28,8 @@ ALL = ("s", "late.retry", "late.parked")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throttle, "ROUND_S", 0.001)
-    monkeypatch.setattr(throttle, "FIRST_WAIT_S", 0.1)
+    monkeypatch.setattr(slow_start, "ROUND_S", 0.001)
+    monkeypatch.setattr(circuit_breaker, "FIRST_WAIT_S", 0.1)
     monkeypatch.setattr(pause, "REPLAY_LEAST_S", 0.05)
     monkeypatch.setattr(pause, "_CHECK_S", 0.02)
 
@@ -274,7 +274,7 @@ async def test_a_pause_while_the_lane_drains_ends_its_retries(
     """Broken: a pause and its resume come between two reads, the lane drains for a new membership, and the next pause is not
     followed: the receiver is called until the time for draining is over.
     """
-    monkeypatch.setattr(throttle, "MIN_ATTEMPTS", 100_000)
+    monkeypatch.setattr(circuit_breaker, "MIN_ATTEMPTS", 100_000)
     is_up = False
     options = {"keyed": True, "retry": RetryLimits(None, 0.001, 0.002), "drain": 3.0}
     async with run_lane([], lambda _d: None if is_up else BUSY, broker=broker, topics=ALL, **options) as running:  # type: ignore[arg-type]

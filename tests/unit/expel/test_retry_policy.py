@@ -9,7 +9,7 @@ from services.core.broker.record import Record
 from services.core.http_failure import MAX_HOLD, Failure, parse_retry_after
 from services.expel.delivery import Delivery
 from services.expel.retry_policy import Action, RetryDecision, RetryLimits, RetryPolicy, fail_by_status
-from services.expel.throttle import TokenBucket
+from services.expel.slow_start import TokenBucket
 
 LIMITS = RetryLimits(4, 0.2, 5.0)
 

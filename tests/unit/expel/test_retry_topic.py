@@ -12,7 +12,7 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.failed_attempts import FailedAttempt, pack_attempts, parse_attempts
 from services.core.http_failure import Failure
 from services.core.retry_state import BREAKER_OPEN, FAILURES, RetryState, unwrap, wrap
-from services.expel import throttle
+from services.expel import circuit_breaker, throttle
 from services.expel.delivery import Delivery
 from services.expel.retry_policy import JITTER, Outcome, RetryLimits, RetrySchedule
 from tests.unit.expel.fake_broker import FakeBroker
@@ -192,8 +192,8 @@ async def test_an_open_breaker_hands_over_without_an_attempt(
     broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If it fails, a dead destination is asked for every event, or is never asked again when it is back."""
-    monkeypatch.setattr(throttle, "FIRST_WAIT_S", 0.2)
-    monkeypatch.setattr(throttle, "MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(circuit_breaker, "FIRST_WAIT_S", 0.2)
+    monkeypatch.setattr(circuit_breaker, "MAX_WAIT_S", 0.2)
     monkeypatch.setattr(throttle, "SHED_AFTER_S", 0.0)
     is_back = False
     records = [make_record(number) for number in range(500)]
@@ -215,8 +215,8 @@ async def test_an_open_breaker_hands_over_without_an_attempt(
 
 async def test_keys_in_order_wait_where_they_are(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, an outage changes the order of a key, or an ordered destination loses what it cannot take for a while."""
-    monkeypatch.setattr(throttle, "FIRST_WAIT_S", 0.1)
-    monkeypatch.setattr(throttle, "MAX_WAIT_S", 0.1)
+    monkeypatch.setattr(circuit_breaker, "FIRST_WAIT_S", 0.1)
+    monkeypatch.setattr(circuit_breaker, "MAX_WAIT_S", 0.1)
     attempts = 0
 
     def answer(_delivery: Delivery) -> Outcome:
@@ -236,7 +236,7 @@ async def test_keys_in_order_wait_where_they_are(broker: FakeBroker, monkeypatch
 
 async def test_a_key_gives_up_after_its_window(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, one event that is never taken blocks its key for ever."""
-    monkeypatch.setattr(throttle, "FIRST_WAIT_S", 0.1)
+    monkeypatch.setattr(circuit_breaker, "FIRST_WAIT_S", 0.1)
     records = [make_record(number, key=b"one") for number in range(2)]
     limits = RetryLimits(None, 0.001, 0.002, window=0.05)
     async with run_lane(records, lambda _d: BUSY, broker=broker, retry=limits, keyed=True):

@@ -14,10 +14,11 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.http_failure import Failure
 from services.core.lag import LagFamily
 from services.core.oauth import GRANTED
+from services.expel.circuit_breaker import MIN_ATTEMPTS
 from services.expel.delivery import Delivery, OffsetRun
 from services.expel.metrics import OTHER, LaneMetrics, WordCounter
 from services.expel.retry_policy import fail_by_status
-from services.expel.throttle import MIN_ATTEMPTS, SendThrottle
+from services.expel.throttle import SendThrottle
 
 IDLE, MOST, SIGNED, OBSERVED = 34, 97, 2, 8
 """For each destination and instance of expel, while nothing has failed and at most; for its signing keys or each credential; in

@@ -12,21 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from services.expel.circuit_breaker import FIRST_WAIT_S, MAX_WAIT_S, MIN_ATTEMPTS, WINDOW_S, CircuitBreaker
 from services.expel.retry_policy import Outcome, fail_by_status
-from services.expel.throttle import (
-    AT_CAP_S,
-    FIRST_WAIT_S,
-    LEAST_CAP,
-    MAX_FACTOR,
-    MAX_WAIT_S,
-    MIN_ATTEMPTS,
-    ROUND_S,
-    WINDOW_S,
-    CircuitBreaker,
-    FailureNotice,
-    SendThrottle,
-    SlowStart,
-)
+from services.expel.slow_start import AT_CAP_S, LEAST_CAP, MAX_FACTOR, ROUND_S, SlowStart
+from services.expel.throttle import FailureNotice, SendThrottle
 
 
 class Clock:
