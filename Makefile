@@ -13,7 +13,7 @@ WORKERS ?= 4
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install setup jars classes emulator clients check unit test demo bench soak simulate sbom release clean
+.PHONY: help install setup jars emulator clients check unit test demo bench soak simulate sbom release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,10 +38,6 @@ jars: $(RUN)
 	@$(PY) -m services.core.jvm.jars
 	@$(PY) -m spark.jvm.classes > /dev/null
 
-# A minute once, for tests that start Spark or Kafka: each start then takes half as long.
-classes: setup
-	@$(PY) -m tests.support.class_archives
-
 emulator: $(EMULATOR)
 	@infra/dev/node.sh
 	@$(PY) -m services.core.aws_emulator
@@ -62,7 +58,11 @@ unit: $(STAMP)  ## most unit tests, in about a minute
 	@$(PY) -m pytest -q -n $(WORKERS) -m "not long" $(or $(ARGS),tests/unit)
 
 # Tests that need Kafka share one cluster and run in one worker, those that need Spark in another (tests/support/workers.py).
-test: setup check classes  ## every check and every test there is, real Kafka among them
+# The archives of classes take a minute once, and so do the types in a new clone; each has one core.
+test: setup  ## every check and every test there is, real Kafka among them
+	@$(PY) -m tests.support.class_archives & archives=$$!; \
+	$(MAKE) --no-print-directory check; checked=$$?; \
+	wait $$archives && exit $$checked
 	@infra/dev/test_tools.sh
 	@$(PY) -m pytest -n $(WORKERS)
 	@test -n "$$(git status --porcelain)" || git rev-parse 'HEAD^{tree}' > .venv/.tested || true  # for make release

@@ -1,4 +1,4 @@
-"""Archives of the classes of Spark and Kafka, which Java then has at once. `make classes` writes those that are missing.
+"""Archives of the classes of Spark and Kafka, which Java then has at once. `make test` writes those that are missing.
 
 A run of all tests starts some hundred JVMs. An archive has what ran while it was made: so here every part that most tests use
 runs once.
