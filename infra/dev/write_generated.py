@@ -22,6 +22,7 @@ from services.fleet.verbs.pipes import pipe_schema
 from services.global_retrier.settings import RetrierSettings
 from services.ingest.settings import IngestSettings
 from services.observer.settings import ObserverSettings
+from services.table.settings import TableSettings
 from spark.settings import TransformSettings
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +33,7 @@ MODELS: tuple[type[Settings], ...] = (
     ExpelSettings,
     RetrierSettings,
     ObserverSettings,
+    TableSettings,
     AutoscalerSettings,
 )
 

@@ -25,6 +25,8 @@ def list_expected(pipes: PipeFile, *, ledger: bool) -> list[tuple[str, str]]:
         expected.append(("expel", ""))
     if needs_retrier(pipes):
         expected.append(("retrier", ""))
+    if any(stream.compact for stream in pipes.streams.values()):
+        expected.append(("table", ""))
     if ledger:
         expected.append(("observer", ""))
     expected += [("expel", name) for name, pipe in pipes.pipes.items() if pipe.destinations]

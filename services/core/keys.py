@@ -21,15 +21,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from services.core.pipes import NAME_PATTERN
 from services.core.times import parse_date
-from services.core.yaml_source import BadConfiguration, Problem, load_yaml, validate_document
+from services.core.yaml_source import MAX_FILE_BYTES, BadConfiguration, Problem, load_yaml, validate_document
 
 PREFIX = "psk"
 EVERY_STREAM = "*"
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
 _NO_KEY = hashlib.sha256(secrets.token_bytes(20)).digest()
 
-Scope = Literal["ingest", "manage"]
-"""The permissions of a key: `ingest` sends events; `manage` is for the management API."""
+Scope = Literal["ingest", "read", "manage"]
+"""The permissions of a key: `ingest` sends events; `read` reads tables; `manage` is for the management API."""
 
 
 def _check_date(text: str) -> str:
@@ -151,6 +151,21 @@ def load_keys(path: Path) -> list[ApiKey]:
     if document.data is None:  # being written, or cut off; it does not mean that every key is revoked
         raise BadConfiguration([Problem(str(path), "", "is empty. Try: keys: []")])
     return validate_document(document, KeyFile).keys
+
+
+def read_ring(path: Path, known: bytes) -> tuple[bytes, KeyRing] | None:
+    """The digest of the file and its valid keys; None while its digest is the known one. Blocking. Raises BadConfiguration.
+
+    The digest is of the bytes that were read first. When the file changes before it is parsed, the next check parses it again.
+    """
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.sha256(file.read(MAX_FILE_BYTES + 1)).digest()
+    except OSError:
+        digest = b""  # load_keys raises the error
+    if digest == known != b"":
+        return None
+    return digest, KeyRing(load_keys(path))
 
 
 def add_key(path: Path, entry: ApiKey) -> None:

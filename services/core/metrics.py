@@ -590,6 +590,36 @@ BUILD = Gauge(
     "penstock_build_info", "Always 1: which service this process is, and its version.", ["service", "version"]
 )
 FLEET_RESTARTS = Counter("penstock_fleet_restarts", "Processes that died and were restarted.", ["service"])
+TABLE_REQUESTS = Counter("penstock_table_requests", "Requests answered by the table service, by status.", ["status"])
+TABLE_RECORDS = Counter("penstock_table_records", "Records that were read from the stream into its table.", ["stream"])
+TABLE_SKIPPED = Counter(
+    "penstock_table_records_skipped",
+    "Records of the stream that are no row: without a key, or damaged. The log has more about the latter.",
+    ["stream", "reason"],
+)
+TABLE_REBUILDS = Counter(
+    "penstock_table_rebuilds",
+    "Times that a table was built again from the beginning of its stream, by reason. The log has the details.",
+    ["stream", "reason"],
+)
+TABLE_FAILURES = Counter(
+    "penstock_table_read_failures", "Failed reads of the stream, by reason. They are repeated.", ["stream", "reason"]
+)
+TABLE_KEYS = Gauge("penstock_table_keys", "Keys in the table, as of the last minute.", ["stream"])
+TABLE_BEHIND = Gauge(
+    "penstock_table_behind_seconds", "Time since the table last had everything of its stream.", ["stream"]
+)
+TABLE_FOLLOWING = Gauge("penstock_table_following_clients", "Clients that follow changes.")
+TABLE_CUT = Counter(
+    "penstock_table_connections_cut_off", "Connections closed because of their client, by reason.", ["reason"]
+)
+TABLE_KEYS_AGE = Gauge(
+    "penstock_table_keys_age_seconds",
+    "Time since the API keys in use last matched the keys file. A key that was revoked since then is still valid.",
+)
+TABLE_KEYS_FAILURES = Counter(
+    "penstock_table_keys_load_failures", "Failed loads of the keys file. The log has the reason."
+)
 LOG_RETENTION_BEHIND = Gauge(
     "penstock_log_retention_behind_seconds",
     "Embedded log: difference between the clock that retention uses and the system's clock, which is ahead.",

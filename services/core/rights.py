@@ -10,7 +10,7 @@ from services.core.pipes import PipeFile, own_streams
 from services.core.provision import wanted_topics
 from services.core.topic_names import DELAYS_S, delay_topic, delivery_group, delivery_topics
 
-Service = Literal["ingest", "expel", "retrier", "observer", "autoscaler", "transform", "command line"]
+Service = Literal["ingest", "expel", "retrier", "observer", "table", "autoscaler", "transform", "command line"]
 
 _NEEDED: dict[Service, tuple[tuple[str, Kind, str], ...]] = {
     "ingest": (
@@ -52,6 +52,7 @@ _NEEDED: dict[Service, tuple[tuple[str, Kind, str], ...]] = {
         ("Describe", "group", "PIPE.DESTINATION"),
         ("Describe", "group", "penstock.retrier"),
     ),
+    "table": (("Read DescribeConfigs", "topic", "TABLE"),),
     "autoscaler": (
         ("Read", "topic", "EVERY"),
         ("Read", "topic", "SOURCE-OF-OTHERS"),
@@ -107,6 +108,7 @@ def _find_names(names: str, pipes: PipeFile) -> list[str]:
     found: dict[str, list[str]] = {
         "STREAM": list(own_streams(pipes)),
         "EVERY": topics,
+        "TABLE": [name for name, stream in pipes.streams.items() if stream.compact],
         "DELAY": [topic for topic in map(delay_topic, DELAYS_S) if topic in topics],
     }
     others = existing_topics(pipes).names.keys()

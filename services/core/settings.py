@@ -16,7 +16,9 @@ from services.core.address import Address
 from services.core.units import Duration, format_duration, format_size, parse_duration, parse_size
 from services.core.yaml_source import BadConfiguration, Document, Problem, describe, load_yaml
 
-SECTIONS = frozenset({"fleet", "up", "ingest", "transform", "expel", "retrier", "observer", "autoscaler", "registry"})
+SECTIONS = frozenset(
+    {"fleet", "up", "ingest", "transform", "expel", "retrier", "observer", "table", "autoscaler", "registry"}
+)
 """The sections of a settings file: `fleet` is shared, `up` belongs to the supervisor, each other one to a service."""
 
 

@@ -22,6 +22,8 @@ STATE_FILE = "fleet.json"
 _VERSION = 1
 TOKEN_FILE = "control.token"  # noqa: S105
 OBSERVER_TOKEN_FILE = "observer.token"  # noqa: S105
+TABLES_FOLDER = "tables"
+"""In the data folder: the files of the table service. They can be built again from the streams, so no backup has them."""
 
 
 RESTORED_FILE = "restored.json"

@@ -9,12 +9,12 @@ from services.core.address import parse_address
 from services.core.pipes import PipeFile
 from services.core.snapshot import SNAPSHOT_VARIABLE, copy_in
 from services.core.units import format_duration
-from services.fleet.folder import OBSERVER_TOKEN_FILE, STATE_FILE
+from services.fleet.folder import OBSERVER_TOKEN_FILE, STATE_FILE, TABLES_FOLDER
 from services.fleet.ports import free_port
 from services.fleet.process import ServiceSpec
 from services.fleet.settings import UpSettings
 
-START_ORDER = ("registry", "observer", "retrier", "expel", "transform", "ingest", "autoscaler")
+START_ORDER = ("registry", "observer", "retrier", "expel", "transform", "table", "ingest", "autoscaler")
 """Ingest starts after the services behind it, so that they are ready for its first event. Stopping uses the reverse order: the
 autoscaler ends first, so that it does not resize a stopping fleet."""
 
@@ -22,7 +22,8 @@ autoscaler ends first, so that it does not resize a stopping fleet."""
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
     """The processes of one fleet. data: absolute. broker: a URL. listen, observer: the addresses of ingest and the observer.
-    keys: the API keys that ingest reads, an absolute path, or None. registry: the address of the schema registry, or empty.
+    keys: the API keys that ingest reads, an absolute path, or None. tables: of the table service, None without one.
+    registry: the address of the schema registry, or empty.
 
     pipes: the pipe file, or its copy in the fleet's snapshot.
     """
@@ -37,6 +38,7 @@ class FleetPlan:
     drain: float
     keys: str | None = None
     registry: str = ""
+    tables: str | None = None
 
 
 def broker_url(settings: UpSettings, kafka: str | None) -> str:
@@ -79,6 +81,12 @@ def make_plan(
     services += [_spec("expel", number, "services.expel", [*shared, *reach]) for number in range(1, settings.expel + 1)]
     if any(pipe.transform is not None for pipe in pipes.pipes.values()):
         services.append(_spec("transform", 1, "spark", [*shared, "--data", str(data)]))
+    tables = None
+    if any(stream.compact for stream in pipes.streams.values()):
+        tables = _with_port(settings.tables)
+        services.append(
+            _spec("table", 1, "services.table", [*shared, "--listen", tables, "--data", str(data / TABLES_FOLDER)])
+        )
     shares_port = ["--reuse-port", "true"] if settings.ingest > 1 or settings.autoscale else []
     services += [
         _spec("ingest", number, "services.ingest", [*shared, "--listen", listen, *shares_port])
@@ -107,6 +115,7 @@ def make_plan(
         settings.drain,
         keys,
         registry or "",
+        tables,
     )
 
 

@@ -41,6 +41,9 @@ class UpSettings(Settings):
         description="host:port of a schema registry, e.g. 127.0.0.1:8084, with its data in the data folder; absent: none runs. "
         "Beyond loopback it needs PENSTOCK_REGISTRY_KEYS.",
     )
+    tables: Address = Field(
+        "127.0.0.1:8082", description="host:port of the tables, if the pipe file has compacted streams."
+    )
     allow_networks: Annotated[str, AfterValidator(_networks)] = Field(
         "", description="Private networks that webhooks may reach, comma-separated; 127.0.0.0/8 for this machine."
     )
@@ -53,11 +56,13 @@ class UpSettings(Settings):
     ready_within: Duration = Field(240.0, description="How long the services may take to become ready.")
 
 
-SERVICES = ("ingest", "transform", "expel", "retrier", "observer", "autoscaler", "registry")
+SERVICES = ("ingest", "transform", "expel", "retrier", "observer", "table", "autoscaler", "registry")
 OVERRULED = {
     ("ingest", "listen"): "up.listen",
     ("ingest", "reuse_port"): "up.ingest",
     ("observer", "listen"): "up.observer",
+    ("table", "listen"): "up.tables",
+    ("table", "data"): "up.data",
     ("transform", "data"): "up.data",
     ("expel", "allow_networks"): "up.allow_networks",
     ("expel", "own_addresses"): "up.listen",

@@ -47,6 +47,8 @@ async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> Asyn
     await asyncio.to_thread(check_port_free, settings.listen, "ingest", "--listen")
     await asyncio.to_thread(check_port_free, settings.management, "the supervisor", "--management")
     await asyncio.to_thread(check_port_free, settings.observer, "the observer", "--observer")
+    if any(stream.compact for stream in pipes.streams.values()):
+        await asyncio.to_thread(check_port_free, settings.tables, "the table service", "--tables")
     if settings.registry is not None:
         await asyncio.to_thread(check_port_free, settings.registry, "the registry", "--registry")
     async with AsyncExitStack() as stack:
@@ -109,6 +111,8 @@ def _print_running(fleet: Fleet) -> None:
     plan = fleet.plan
     print_note(f"Penstock runs. Send events to http://{plan.listen}/v1/streams/STREAM/events", "bold green")
     print_note(f"  broker  {plan.broker}")
+    if plan.tables is not None:
+        print_note(f"  tables  http://{plan.tables}/v1/tables/STREAM/KEY")
     print_note(f"  lag and loss, live: http://{plan.observer}/")
     print_note(f"  destinations, with all dead letters so far: http://{plan.observer}/v1/destinations")
     if plan.registry:

@@ -1,6 +1,5 @@
 """Watches the keys file: a new, changed or revoked key counts within seconds, without a restart."""
 
-import hashlib
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,9 +10,9 @@ import structlog
 from services.core import metrics
 from services.core.expiry import show_secret
 from services.core.file_watch import FileWatch
-from services.core.keys import ApiKey, KeyRing, load_keys
+from services.core.keys import ApiKey, KeyRing, read_ring
 from services.core.times import parse_date
-from services.core.yaml_source import MAX_FILE_BYTES, BadConfiguration
+from services.core.yaml_source import BadConfiguration
 from services.ingest.access import Access
 
 log = structlog.get_logger()
@@ -30,7 +29,7 @@ def watch_keys(path: Path, access: Access, clock: Callable[[], float] = time.mon
     terms = _Terms()
 
     def read(known: bytes) -> tuple[bytes, KeyRing] | None:
-        found = _read(path, known)
+        found = read_ring(path, known)
         ring = access.ring if found is None else found[1]
         if ring is not None:
             terms.show(ring)
@@ -50,21 +49,6 @@ def watch_keys(path: Path, access: Access, clock: Callable[[], float] = time.mon
         age=metrics.INGEST_KEYS_AGE,
         clock=clock,
     )
-
-
-def _read(path: Path, known: bytes) -> tuple[bytes, KeyRing] | None:
-    """The digest of the file and its valid keys; None while its digest is the known one. Blocking. Raises BadConfiguration.
-
-    The digest is of the bytes that were read first. When the file changes before it is parsed, the next check parses it again.
-    """
-    try:
-        with path.open("rb") as file:
-            digest = hashlib.sha256(file.read(MAX_FILE_BYTES + 1)).digest()
-    except OSError:
-        digest = b""  # load_keys raises the error
-    if digest == known != b"":
-        return None
-    return digest, KeyRing(load_keys(path))
 
 
 class _Terms:

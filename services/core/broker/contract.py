@@ -258,6 +258,9 @@ class Admin(Protocol):
     def why_not_compact(self) -> str | None:
         """Why this broker has no compacted topics, for a person; None: it has."""
 
+    async def incarnation(self, topic: str) -> str:
+        """Differs when a topic is deleted and created again under the same name. Raises UnknownTopic."""
+
     async def compacted(self, topics: Collection[str]) -> frozenset[str]:
         """Those of these topics that are compacted. Topics that do not exist are skipped."""
 

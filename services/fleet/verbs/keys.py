@@ -67,7 +67,7 @@ def _read_end(text: str) -> str:
 @KEYS.command(epilog=example('penstock keys create --name "the orders service" --stream orders > orders.key'))
 def create(
     stream: Annotated[
-        list[str], typer.Option("--stream", help="A stream that the key may send to; repeat it for more; '*': all.")
+        list[str], typer.Option("--stream", help="A stream that the key is for; repeat it for more; '*': all.")
     ],
     name: Annotated[str, typer.Option("--name", help="The owner of the key.")] = "",
     manage: Annotated[

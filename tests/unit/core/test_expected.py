@@ -31,6 +31,7 @@ def test_only_needed_services_are_expected() -> None:
         ("expel", "shop"),
         ("transform", "shop"),
     ]
+    assert ("table", "") in list_expected(PipeFile.model_validate({"streams": {"a": {"compact": True}}}), ledger=True)
     assert ("expel", "") in expected(removed={"shop/old": {"bury": "it was closed"}})
 
 

@@ -178,6 +178,11 @@ class KafkaAdmin:
         has_commits = await copy_positions(self._cluster, group, to, topic)
         return await self.begun.copy(group, to, await partitions_of(self._cluster, [topic])) or has_commits
 
+    async def incarnation(self, topic: str) -> str:
+        """As in the contract: Kafka's id of the topic."""
+        await partitions_of(self._cluster, [topic])
+        return (await self._cluster.describe([topic]))[topic].id
+
     why_not_compact: str | None = None
 
     async def compacted(self, topics: Collection[str]) -> frozenset[str]:

@@ -185,6 +185,9 @@ class _PrefixedAdmin:
     async def copy_positions(self, group: str, to: str, topic: str) -> bool:
         return await self._admin.copy_positions(self._full(group), self._full(to), self._full(topic))
 
+    async def incarnation(self, topic: str) -> str:
+        return await self._admin.incarnation(self._full(topic))
+
     @property
     def why_not_compact(self) -> str | None:
         return self._admin.why_not_compact

@@ -257,6 +257,10 @@ class KinesisAdmin:
         await new.table.prepare()
         return await copy_positions(old.table, new.table, stream.name, new.timing)
 
+    async def incarnation(self, topic: str) -> str:
+        """As in the contract: its account, name and time of creation."""
+        return str((await self._shared.incarnations.find(topic, max_age=0.0)).name)
+
     why_not_compact: str | None = (
         "Kinesis keeps no event for more than a year, whatever its key, so it cannot hold a table. Try: Kafka or the embedded log"
     )

@@ -95,6 +95,9 @@ class LogAdmin:
             await self._readers.register_group(topic, to)
         return is_new
 
+    async def incarnation(self, topic: str) -> str:
+        return await self._readers.use(topic, lambda r: (r.refresh(), r.store.meta.incarnation.hex())[1])
+
     why_not_compact: str | None = None
 
     async def compacted(self, topics: Collection[str]) -> frozenset[str]:

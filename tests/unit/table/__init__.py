@@ -1,0 +1,1 @@
+"""The table service, in this process, over the embedded log."""

@@ -1,0 +1,184 @@
+"""The API of a table: points, ranges, tokens, and refusals."""
+
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from services.core.keys import KeyRing, make_key
+from services.table import problems
+from services.table.app import OPENAPI
+from tests.support.raw_http import Client
+from tests.unit.table.running import STREAM, make_get, running
+
+
+async def test_points(tmp_path: Path) -> None:
+    """Broken: a client reads another value than the newest, or one that was deleted."""
+    async with running(tmp_path) as table:
+        await table.put("a", b'{"n": 1}')
+        newest = await table.put("a", b'{"n":  2}')
+        odd = await table.put("a/b ä", b"plain \xff", (("content-type", b"text/plain"),))
+        gone = await table.put("gone", b"1")
+        gone = await table.put("gone", None)
+        reply = await table.get(f"/a?at_least={newest}")
+        assert (reply.status, reply.body, reply.headers["etag"]) == (200, b'{"n":  2}', f'"{newest}"')
+        assert reply.headers["content-type"] == "application/json"
+        assert (await table.get("/a", If_None_Match=reply.headers["etag"])).status == 304
+        reply = await table.get(f"/{quote('a/b ä', safe='')}?at_least={odd}")
+        assert (reply.status, reply.body, reply.headers["content-type"]) == (200, b"plain \xff", "text/plain")
+        assert (await table.get(f"/gone?at_least={gone}")).json()["type"].endswith(":key-not-found")
+        assert (await table.get("/none")).status == 404
+
+
+async def test_ranges(tmp_path: Path) -> None:
+    """Broken: a page misses a key or has one twice, or its JSON is none."""
+    async with running(tmp_path) as table:
+        for number in range(25):
+            token = await table.put(f"k{number:02}", b'{"n":%d}' % number)
+        await table.put("z", b"no json")
+        await table.until(lambda: sum(table.follower.nexts.values()) == 26)
+        await table.caught_up()
+        seen: list[str] = []
+        after = ""
+        while True:
+            page = (await table.get(f"?prefix=k&limit=10{after}&at_least={token}")).json()
+            seen += [row["key"] for row in page["rows"]]
+            if page["next"] is None:
+                break
+            after = f"&after={page['next']}"
+        assert seen == [f"k{number:02}" for number in range(25)]
+        rows = (await table.get("?prefix=k07")).json()["rows"]
+        assert [(row["key"], row["value"]) for row in rows] == [("k07", {"n": 7})]
+        (odd,) = (await table.get("?prefix=z")).json()["rows"]
+        assert odd["media"] == "application/octet-stream"
+        assert "value_base64" in odd
+        assert (await table.get("?prefix=x")).json()["rows"] == []
+        whole = (await table.get("?limit=1000")).json()
+        assert len(whole["rows"]) == 26
+        assert whole["token"].count(":") == 2
+
+
+async def test_reading_ones_own_writes(tmp_path: Path) -> None:
+    """Broken: a client that has just written reads the value before, or waits for ever for a token that nobody made."""
+    async with running(tmp_path, wait=0.3) as table:
+        for number in range(50):
+            token = await table.put("a", b"%d" % number)
+            reply = await table.get(f"/a?at_least={token}")
+            assert reply.body == b"%d" % number
+        reply = await table.get(f"/a?at_least={token.partition(':')[0]}:999")
+        assert (reply.status, reply.json()["type"].rpartition(":")[2]) == (412, "token-unknown")
+        assert (await table.get("/a?at_least=900:1")).status == 412
+        table.follower.ends[0] = table.follower.ends[1] = 10_000  # as if the stream were ahead of it
+        table.follower._round = _never  # type: ignore[method-assign, assignment]
+        reply = await table.get("/a?at_least=0:500")
+        assert (reply.status, reply.json()["type"].rpartition(":")[2]) == (503, "not-reached")
+        assert reply.headers["retry-after"] == "1"
+
+
+async def _never(*_: object) -> bool:
+    return False
+
+
+MISTAKES = [
+    ("/", 200, ""),
+    ("/openapi.json", 200, ""),
+    ("/nothing", 404, "not-found"),
+    ("/v1/tables/none/a", 404, "table-not-found"),
+    (f"/v1/tables/{STREAM}/", 400, "bad-key"),
+    (f"/v1/tables/{STREAM}/a/b", 400, "bad-key"),
+    (f"/v1/tables/{STREAM}/" + "k" * 1025, 400, "bad-key"),
+    (f"/v1/tables/{STREAM}?limit=0", 400, "bad-parameter"),
+    (f"/v1/tables/{STREAM}?limit=1000000000", 400, "bad-parameter"),
+    (f"/v1/tables/{STREAM}?limit=1&limit=2", 400, "bad-parameter"),
+    (f"/v1/tables/{STREAM}?after=%ff", 400, "bad-parameter"),
+    (f"/v1/tables/{STREAM}?after=*", 400, "bad-parameter"),
+    (f"/v1/tables/{STREAM}?other=1", 400, "bad-parameter"),
+    (f"/v1/tables/{STREAM}?" + "&".join(["limit=1"] * 50), 400, "bad-parameter"),
+    (f"/v1/tables/{STREAM}/a?at_least=x", 400, "bad-parameter"),
+    (f"/v1/tables/{STREAM}/a?at_least=" + ",".join(["1:1"] * 4000), 400, "bad-parameter"),
+    (f"/v1/tables/{STREAM}/a?token=psk_x", 401, "key-in-url"),
+    (f"/v1/tables/{STREAM}?changes_after=0:99", 412, "token-unknown"),
+    (f"/v1/tables/{STREAM}?changes_after=0:0@1", 412, "token-expired"),
+]
+
+
+async def test_mistakes(tmp_path: Path) -> None:
+    """Broken: a wrong request gets an answer that hides the mistake, holds the service, or repeats the input."""
+    async with running(tmp_path) as table:
+        await table.caught_up()
+        for path, status, problem in MISTAKES:
+            reply = await table.ask(path)
+            assert reply.status == status, path
+            if problem:
+                assert reply.json()["type"] == f"urn:penstock:problem:{problem}", path
+                assert reply.json()["detail"].endswith("."), path
+        assert (await table.ask(f"/v1/tables/{STREAM}", "DELETE")).headers["allow"] == "GET"
+        assert (await table.get(Host="example.org")).status == 421
+
+
+RAW = [
+    (b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nHost: localhost\r\n folded\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nHost : localhost\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\nhello", 400),
+    (b"GET / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    (b"GET /a b HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+    (b"\x16\x03\x01\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 20_000 + b"\r\n\r\n", 431),
+]
+
+
+@pytest.mark.parametrize(("request_", "status"), RAW)
+async def test_bytes_that_are_no_request(tmp_path: Path, request_: bytes, status: int) -> None:
+    """Broken: a proxy and this server see different requests in the same bytes."""
+    async with running(tmp_path) as table, Client(table.port) as client:
+        reply = await client.request(request_)
+        assert reply.status == status
+        assert reply.headers["connection"] == "close"
+
+
+async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
+    """Broken: an answer goes to another request, when one of them has to wait."""
+    async with running(tmp_path) as table:
+        await table.caught_up()
+        async with Client(table.port) as client:
+            token = await table.put("a", b"1")
+            waits = make_get(f"/v1/tables/{STREAM}/a?at_least={token}")
+            reply = await client.request(waits + make_get("/nothing") + make_get("/"))
+            assert (reply.status, reply.body) == (200, b"1")
+            assert (await client.request(b"")).status == 404
+            assert (await client.request(b"")).status == 200
+
+
+async def test_keys(tmp_path: Path) -> None:
+    """Broken: a key reads tables that it was not made for, or tells which tables there are."""
+    made = {
+        name: make_key(streams=streams, scopes=scopes, created="2026-01-01T00:00:00Z")  # type: ignore[arg-type]
+        for name, streams, scopes in [
+            ("reads", [STREAM], ["read"]), ("sends", ["*"], ["ingest"]), ("elsewhere", ["other"], ["read"])
+        ]
+    }  # fmt: skip
+    ring = KeyRing([entry for _, entry in made.values()])
+    async with running(tmp_path, ring=ring) as table:
+        await table.caught_up()
+
+        async def status(name: str | None, stream: str = STREAM) -> tuple[int, str]:
+            headers = {} if name is None else {"Authorization": f"Bearer {made[name][0]}"}
+            reply = await table.ask(f"/v1/tables/{stream}", **headers)
+            return reply.status, reply.json().get("detail", "")
+
+        assert (await status("reads"))[0] == 200
+        assert (await status(None))[0] == 401
+        assert (await status("sends"))[0] == 403
+        assert await status("elsewhere") == await status("elsewhere", "none")
+        assert (await status("elsewhere"))[0] == 404
+
+
+def test_every_problem_is_in_the_api_document() -> None:
+    """Broken: a client meets a problem that the document does not have."""
+    text = OPENAPI.read_text()
+    for kind in problems.ALL:
+        assert f"`{kind.name}`" in text, kind.name
