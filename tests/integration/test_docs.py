@@ -26,7 +26,7 @@ class Page:
 
     def __init__(self, name: str, folder: Path, programs: Path) -> None:
         self._hook, self._ingest, self._observer = str(free_port()), str(free_port()), str(free_port())
-        self._spark, self._registry = str(free_port()), str(free_port())
+        self._spark, self._registry, self._tables = str(free_port()), str(free_port()), str(free_port())
         self.blocks = [self._with_ports(block) for block in BLOCK.findall((REPOSITORY / name).read_text())]
         assert self.blocks, f"{name} has no commands"
         self._folder, self._programs = folder, programs
@@ -42,6 +42,7 @@ class Page:
             .replace(":8080", f":{self._ingest}")
             .replace(":8081", f":{self._observer}")
             .replace(":8084", f":{self._registry}")
+            .replace(":8082", f":{self._tables}")
             .replace(
                 "timeout 60 ", f"timeout {DEADLINE:.0f} "
             )  # enough for a reader, not for a machine with other work
@@ -57,6 +58,7 @@ class Page:
             **kept,
             "PATH": f"{self._programs}{os.pathsep}{os.environ['PATH']}",
             "PENSTOCK_UP_LISTEN": f"127.0.0.1:{self._ingest}",
+            "PENSTOCK_UP_TABLES": f"127.0.0.1:{self._tables}",
             "PENSTOCK_UP_READY_WITHIN": f"{DEADLINE:.0f}s",
             "COLUMNS": "200",
         }
@@ -235,6 +237,15 @@ async def test_dead_letters(tmp_path: Path) -> None:
     assert "redriven 2, refused 0" in page.said
     assert "\n0 dead letters\n" in page.said
     assert re.search(r"@\S+  redrive +\d  shop.dead:0 0", page.said)
+
+
+async def test_tables(tmp_path: Path) -> None:
+    """Broken: docs/tables.md shows commands that do not work."""
+    page = await run_page("docs/tables.md", tmp_path)
+    assert "enstock-" in page.said
+    assert '{"id": "a-1", "owner": "Ada", "limit": 100}' in page.said
+    assert '"next":null' in page.said
+    assert '{"accepted":1}' in page.said
 
 
 async def test_autoscaling(tmp_path: Path) -> None:
