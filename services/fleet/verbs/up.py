@@ -32,6 +32,7 @@ def up(
     listen: Annotated[Value, _option("listen", "--listen")] = None,
     observer: Annotated[Value, _option("observer", "--observer")] = None,
     registry: Annotated[Value, _option("registry", "--registry")] = None,
+    tables: Annotated[Value, _option("tables", "--tables")] = None,
     allow_networks: Annotated[Value, _option("allow_networks", "--allow-networks")] = None,
     ingest: Annotated[Value, _option("ingest", "--ingest")] = None,
     expel: Annotated[Value, _option("expel", "--expel")] = None,
