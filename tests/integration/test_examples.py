@@ -115,8 +115,9 @@ async def test_orders_and_their_read_model(tmp_path: Path) -> None:
         os.kill(table.pid, signal.SIGKILL)
 
         async def is_back() -> bool:
-            found = [process for process in (await desk.state()).processes if process.service == "table"]
-            return found[0].pid != table.pid and found[0].state == "ready"
+            processes = json.loads((await desk.run("status", "--json")).out)["processes"]
+            (found,) = [process for process in processes if process["name"] == "table-1"]
+            return bool(found["pid"] != table.pid and found["state"] == "ready")
 
         async with asyncio.timeout(DEADLINE):
             while not await is_back():
