@@ -15,6 +15,7 @@ from tests.simulation.patches import PATCHES
 from tests.simulation.readers import history as readers
 from tests.simulation.readers.kafka_server import replace_connections
 from tests.simulation.readers.log_world import replace_threads
+from tests.simulation.tested_mends import MENDS, run_without
 from tests.simulation.verdict import Verdict
 
 COLLECT_EVERY = 25
@@ -53,11 +54,16 @@ def main() -> int:
         "--tell", action="store_true", help="say also what came of histories in which nothing went wrong"
     )
     parser.add_argument("--first-failure", action="store_true", help="stop at the first history that breaks a promise")
-    parser.add_argument("--without", help="take out this mend (tests/simulation/patches.py)")
-    parser.add_argument("--prove", action="store_true", help="find the fault of each mend, taken out")
+    parser.add_argument("--without", help="take out this mend (tests/simulation/patches.py, tested_mends.py)")
+    parser.add_argument(
+        "--prove", action="store_true", help="find the fault of each mend, taken out: by a seed or by its test"
+    )
+    parser.add_argument("--prove-tests", action="store_true", help="only those that are found by their tests")
     given = parser.parse_args()
-    if given.prove:
-        return prove(given.first, given.seeds or PROVE_WITHIN, [given.without] if given.without else None)
+    if given.prove or given.prove_tests:
+        names = [given.without] if given.without else None
+        unseen = 0 if given.prove_tests else prove(given.first, given.seeds or PROVE_WITHIN, names)
+        return unseen + prove_by_tests(names)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     replace_seams()
     replace_connections()
@@ -98,6 +104,17 @@ def prove(first: int, count: int, names: Sequence[str] | None = None) -> int:
             flush=True,
         )
         unseen += seed is None
+    return unseen
+
+
+def prove_by_tests(names: Sequence[str] | None = None) -> int:
+    """Take out one mend after the other, and run its test; says what it did, and returns how many passed all the same."""
+    unseen = 0
+    for mend in MENDS:
+        if names is None or mend.name in names:
+            is_noticed, said = run_without(mend)
+            print(f"{mend.name}: {said if is_noticed else f'NOT NOTICED by {mend.test}: {said}'}", flush=True)
+            unseen += not is_noticed
     return unseen
 
 

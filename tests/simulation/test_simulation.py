@@ -3,15 +3,18 @@
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.simulation.patches import PATCHES, ROOT, Patch
+from tests.simulation.tested_mends import MENDS, Mend, run_without
 
 SEEDS = 2000
 WORKERS = 2
 QUICK_WITHIN = 500
+OF_A_DAY = 3
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -41,8 +44,8 @@ def test_one_seed_is_one_history(seed: int) -> None:
     assert digest in second.splitlines()
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
-def test_every_mend_is_where_its_patch_takes_it_out(patch: Patch) -> None:
+@pytest.mark.parametrize("patch", [*PATCHES, *MENDS], ids=lambda patch: patch.name)
+def test_every_mend_is_where_its_patch_takes_it_out(patch: Patch | Mend) -> None:
     """Broken: a patch takes out nothing, and what it proves is not proven."""
     for change in patch.changes:
         text = (ROOT / change.file).read_text()
@@ -54,3 +57,20 @@ def test_the_fault_of_a_mend_that_is_taken_out_is_found(patch: Patch) -> None:
     """Broken: the simulation sees nothing. The others: make simulate ARGS=--prove."""
     found = _run("--prove", "--without", patch.name, "--seeds", str(QUICK_WITHIN))
     assert found.returncode == 0, found.stdout
+
+
+def test_each_mend_has_one_patch() -> None:
+    """Broken: `--without NAME` takes out another mend than the one that is meant; or a test that stands for a mend is gone."""
+    names = [patch.name for patch in PATCHES] + [mend.name for mend in MENDS]
+    assert len(names) == len(set(names))
+    for mend in MENDS:
+        file, _, name = mend.test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text() if name else (ROOT / file).exists()
+
+
+def test_the_mends_of_the_day_are_noticed_by_their_tests() -> None:
+    """Broken: somebody takes out a mend, and no test fails. Another few each day; all: make simulate ARGS=--prove-tests."""
+    short = [mend for mend in MENDS if not mend.is_long]
+    first = int(time.time() // 86400) * OF_A_DAY
+    chosen = [short[(first + number) % len(short)] for number in range(OF_A_DAY)]
+    assert [mend.name for mend in chosen if not run_without(mend)[0]] == []
