@@ -14,7 +14,7 @@ from tests.simulation.tested_mends import MENDS, Mend, run_without
 SEEDS = 2000
 WORKERS = 2
 QUICK_WITHIN = 500
-OF_A_DAY = 3
+OF_A_DAY = 2
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
