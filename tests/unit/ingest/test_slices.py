@@ -168,6 +168,7 @@ def test_nothing_large_is_parsed_at_once(name: str, monkeypatch: pytest.MonkeyPa
         return orjson.loads(text)
 
     monkeypatch.setattr(body_formats, "_loads", loads)
+    assert body_formats.SLICE_BYTES <= 1 << 16, "the longest slice decides for how long one request holds the loop"
     steps = [0]
     with suppress(Refused):
         reading = body_formats.read_slices(NASTY[name], FORMATS[Format.JSON], Format.JSON, NO_HEADERS, LARGE)
