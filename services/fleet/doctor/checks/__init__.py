@@ -169,6 +169,7 @@ CHECKS = (
     Check("alarms-untold", "PenstockAlarmsUntold", ledger.find_untold),
     Check("reports-gone", "PenstockReportsGone", ledger.find_gone_reports),
     Check("table-old", "PenstockTableOld", transforms.find_old_tables),
+    Check("schemas-damaged", "PenstockSchemasDamaged", processes.find_damaged_schemas),
     Check("disk-nearly-full", "PenstockDiskFills", machine.find_little_room),
     Check("certificate-expires", "PenstockCertificateExpires", expiry.find_expiring),
     Check("token-expires", "PenstockTokenExpires", expiry.find_expiring_tokens),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from services.core.expected import list_expected
 from services.core.units import format_count
 from services.fleet.doctor.checks import transforms
+from services.fleet.doctor.checks.moves import log_command
 from services.fleet.doctor.checks.transforms import STARTING
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Facts, Instance, LogLine
@@ -266,3 +267,17 @@ def _is_end_of_traceback(line: LogLine) -> bool:
 
 def _log_of(one: Instance) -> list[str]:
     return [] if one.log is None else [str(one.log)]
+
+
+def find_damaged_schemas(facts: Facts) -> Iterator[Finding]:
+    """Objects of the schema registry that are altered or missing."""
+    for one, _, value, _ in facts.series("penstock_registry_objects_damaged"):
+        if value:
+            lines = [line for line in one.lines if line.event == "registry_object_damaged"]
+            objects = format_count(int(value), "object")
+            yield Finding(
+                f"The schema registry has {objects} that were altered or are missing.",
+                ["nothing can be registered until then", *(f"its log: {line.text[:300]}" for line in lines[-1:])],
+                log_command(one, "registry_object_damaged"),
+                about("registry", one.name),
+            )

@@ -129,6 +129,12 @@ FAULTS: tuple[tuple[str, Change, str, str], ...] = (
     ("RetrierNotUp", counted("retrier", "penstock_retrier_up", {}, 0, 0), "retrier-down", "it says that it is ready"),
     ("RetrierStuck", due(400), "retrier-stuck", "0 given back"),
     (
+        "SchemasDamaged",
+        counted("ingest", "penstock_registry_objects_damaged", {}, 0, 1),
+        "schemas-damaged",
+        "nothing can be registered",
+    ),
+    (
         "TableOld",
         counted("transform", "penstock_transform_table_age_seconds", {"table": "rates"}, 401, 406),
         "table-old",
