@@ -12,7 +12,7 @@ from typing import Final
 from services.core.avro.forms import to_json
 from services.core.avro.json_document import Json
 from services.core.avro.resolution import PROMOTIONS, Resolution, same_name, unknown_symbols, writer_fields
-from services.core.avro.schema import Array, Enum, Field, Fixed, Map, Named, Record, Schema, Union
+from services.core.avro.schema import PRIMITIVES, Array, Enum, Field, Fixed, Map, Named, Record, Schema, Union
 
 _NUMBERS: Final = ("int", "long", "float", "double")
 
@@ -63,6 +63,9 @@ class _Walk:
 
     def explain(self, reader: Schema, writer: Schema, site: str, *, owned: bool) -> None:
         """Add the findings of a pair. site: the place of the new one's use."""
+        if reader.type == writer.type and reader.type in PRIMITIVES:
+            self._explain_logical(reader, writer, _Place(site, owned))
+            return
         self._resolution.reads(reader, writer)
         pair = (id(reader), id(writer))
         if pair in self._visited:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from services.core.avro.schema import Array, Enum, Field, Fixed, Map, Named, Record, Schema, Union
+from services.core.avro.schema import PRIMITIVES, Array, Enum, Field, Fixed, Map, Named, Record, Schema, Union
 
 MAX_PAIRS: Final = 200_000
 MAX_DEPTH: Final = 150
@@ -35,6 +35,8 @@ class Resolution:
 
     def reads(self, reader: Schema, writer: Schema) -> bool:
         """Whether every value of the writer can be read. Raises TooComplex."""
+        if writer.type in PRIMITIVES and reader.type in PRIMITIVES:
+            return reader.type == writer.type or writer.type in PROMOTIONS.get(reader.type, ())
         pair = (id(reader), id(writer))
         known = self._verdicts.get(pair)
         if known is not None:
