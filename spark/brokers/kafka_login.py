@@ -94,6 +94,7 @@ class ClientLogin:
             if (oauth := login.security.sasl.oauth) is not None:
                 shown["sasl.login.callback.handler.class"] = _TOKENS
                 shown["sasl.oauthbearer.token.endpoint.url"] = oauth.token_url
+                shown["sasl.oauthbearer.header.urlencode"] = "true"  # as our own client, and RFC 6749
         self._properties = shown | {name: f"${{penstock:{used}:{name}}}" for name in secret}
         self._known = login
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote_plus
 
 import pytest
 from pyspark.sql import SparkSession
@@ -71,7 +72,7 @@ def test_a_transform_by_password(spark: SparkSession, kafka: SecuredKafka, tmp_p
 def token_server(kafka: SecuredKafka, secret: str) -> Iterator[tuple[str, list[str]]]:
     """Its URL, and who asked it for tokens. It knows the client `us` by this secret."""
     asked: list[str] = []
-    expected = "Basic " + base64.b64encode(f"us:{secret}".encode()).decode()
+    expected = "Basic " + base64.b64encode(f"us:{quote_plus(secret)}".encode()).decode()
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
