@@ -14,7 +14,7 @@ import msgspec
 import orjson
 
 from services.core import metrics
-from services.core.avro.compatibility import Difference, Level, check
+from services.core.avro.compatibility import Difference, Level, check, diff
 from services.core.avro.json_document import SchemaError
 from services.core.avro.parsing import parse_schema
 from services.core.avro.resolution import TooComplex
@@ -233,7 +233,7 @@ class Registrar:
     async def differences(self, old: AvroSchema, new: AvroSchema) -> list[Difference]:
         """Everything that differs. Raises Refused."""
         try:
-            return await asyncio.to_thread(check, Level.FULL, new, [old])
+            return await asyncio.to_thread(diff, old, new)
         except TooComplex as error:
             raise Refused(problems.BAD_SCHEMA, str(error)) from error
 
