@@ -9,10 +9,11 @@ tombstone stays a record without a value if it is to be skipped.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
+import msgspec
 import orjson
 
 from services.core.broker.existing import NO_EXISTING, ExistingTopics, target_name
@@ -82,6 +83,78 @@ class _Made(NamedTuple):
 _DEFAULTS = _Made(None, None, None, None)
 
 
+class _Found(NamedTuple):
+    """Of a batch. ids: None without a rule."""
+
+    ids: list[bytes] | None
+    keys: list[bytes | None]
+    times: list[int]
+
+
+class _Columns:
+    """Reads the fields that rules name, and no others: a payload is not parsed into objects. rules: by name, top-level or nested
+    fields."""
+
+    def __init__(self, rules: Mapping[str, str]) -> None:
+        self._rules = {name: place.split(".") for name, place in rules.items()}
+        self._decode = msgspec.json.Decoder(_payload_type(list(self._rules.values()))).decode
+
+    def read(self, records: Sequence[Record]) -> _Found | None:
+        """None when any value is not of the usual kind."""
+        ids, keys = None, [record.key for record in records]
+        times = [record.timestamp for record in records]
+        if not self._rules:
+            return _Found(ids, keys, times)
+        try:
+            documents = [self._decode(record.value or b"") for record in records]
+            columns = {name: _column(documents, path) for name, path in self._rules.items()}
+            if (column := columns.get("time")) is not None:
+                found = [_read_time(value, time) for value, time in zip(column, times, strict=True)]
+                times = [time if own is None else own for own, time in zip(found, times, strict=True)]
+        except (msgspec.DecodeError, _Misfit, RecursionError):
+            return None
+        if (column := columns.get("id")) is not None and (ids := _encode(column, MAX_ID_BYTES)) is None:
+            return None
+        if (column := columns.get("key")) is not None:
+            encoded = _encode(column, MAX_KEY_BYTES)
+            if encoded is None:
+                return None
+            keys = list(encoded)
+        return _Found(ids, keys, times)
+
+
+def _payload_type(paths: Sequence[Sequence[str]]) -> Any:
+    """A type that decodes these fields only; absent ones are None."""
+    below: dict[str, list[Sequence[str]]] = {}
+    for path in paths:
+        below.setdefault(path[0], []).append(path[1:])
+    names = {f"f_{name.encode().hex()}": name for name in below}
+    fields = [
+        (field, Any if any(not rest for rest in below[name]) else _payload_type(below[name]) | None, None)
+        for field, name in names.items()
+    ]
+    return msgspec.defstruct("Payload", fields, rename=names, gc=False)
+
+
+def _column(documents: Sequence[Any], path: Sequence[str]) -> list[Any]:
+    """Raises _Misfit where one field is below another one that a rule names."""
+    column = list(documents)
+    for name in path:
+        field = f"f_{name.encode().hex()}"
+        if any(isinstance(value, dict) for value in column):
+            raise _Misfit
+        column = [getattr(value, field, None) for value in column]
+    return column
+
+
+def _encode(column: list[Any], most: int) -> list[bytes] | None:
+    """None unless all are strings without control characters and of a fitting length."""
+    if set(map(type, column)) != {str} or not "".join(column).isprintable():
+        return None
+    found = [value.encode() for value in column]
+    return found if all(found) and max(map(len, found)) <= most else None
+
+
 class Translation:
     """The rules of one stream. Called with a batch and the id of its topic; see `Translate`."""
 
@@ -95,40 +168,46 @@ class Translation:
         self._needs_json = any(isinstance(place, str) for place in self._rules.values())
         media = CONTENT_TYPES.get(stream.format)
         self._media: Headers = () if media is None else ((CONTENT_TYPE, media),)
-        self._is_simple = not self._rules and stream.format == "json"
+        rules = {name: place for name, place in self._rules.items() if isinstance(place, str)}
+        is_usual = stream.format == "json" and len(rules) == len(self._rules) and "type" not in rules
+        self._columns = _Columns(rules) if is_usual else None
 
     def __call__(self, batch: Batch, topic_id: str) -> Batch:
         if batch.damage is not None:
             return batch
-        records, offsets = batch.records, batch.offsets
         ids = f"{batch.topic}-{batch.partition}-".encode()
-        epoch, last = offsets[0] // TOPIC_NUMBERS, offsets[-1] // TOPIC_NUMBERS
-        if (
-            self._is_simple
-            and epoch == last
-            and not [1 for one in records if one.headers or one.value is None or not 0 <= one.timestamp <= LATEST_MS]
-        ):
-            prefix = f"{topic_incarnation(topic_id, offsets[0])}:{batch.partition}:".encode()
-            first = epoch * TOPIC_NUMBERS
-            made = [
-                Record(
-                    record.key,
-                    record.value,
-                    record.timestamp,
-                    (
-                        (ID, b"%b%d" % (ids, offset)),
-                        (ARRIVAL, b"%d" % record.timestamp),
-                        (ORIGIN, b"%b%d" % (prefix, offset - first)),
-                    ),
-                )
-                for offset, record in zip(offsets, records, strict=True)
-            ]
-        else:
+        made = self._translate_usual(batch, topic_id, ids)
+        if made is None:
             made = [
                 self._translate(record, b"%b%d" % (ids, offset), _origin(topic_id, batch.partition, offset))
-                for offset, record in zip(offsets, records, strict=True)
+                for offset, record in zip(batch.offsets, batch.records, strict=True)
             ]
-        return Batch(batch.topic, batch.partition, offsets, made)
+        return Batch(batch.topic, batch.partition, batch.offsets, made)
+
+    def _translate_usual(self, batch: Batch, topic_id: str, prefix: bytes) -> list[Record] | None:
+        """All at once, where no record has headers and every rule fits; None when one record needs `_translate`."""
+        records, offsets = batch.records, batch.offsets
+        epoch = offsets[0] // TOPIC_NUMBERS
+        if (
+            self._columns is None
+            or offsets[-1] // TOPIC_NUMBERS != epoch
+            or [1 for one in records if one.headers or one.value is None or not 0 <= one.timestamp <= LATEST_MS]
+        ):
+            return None
+        found = self._columns.read(records)
+        if found is None:
+            return None
+        ids = found.ids or [b"%b%d" % (prefix, offset) for offset in offsets]
+        run, first = f"{topic_incarnation(topic_id, offsets[0])}:{batch.partition}:".encode(), epoch * TOPIC_NUMBERS
+        return [
+            Record(
+                key,
+                record.value,
+                time,
+                ((ID, event_id), (ARRIVAL, b"%d" % record.timestamp), (ORIGIN, b"%b%d" % (run, offset - first))),
+            )
+            for record, offset, event_id, key, time in zip(records, offsets, ids, found.keys, found.times, strict=True)
+        ]
 
     def _translate(self, record: Record, default_id: bytes, origin: bytes) -> Record:
         timestamp = min(max(0, record.timestamp), LATEST_MS)

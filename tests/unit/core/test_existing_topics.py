@@ -68,6 +68,26 @@ def test_a_record_with_headers_gives_the_same_event_as_one_without() -> None:
     assert translate(plain(headers=(("h", b"1"),))).headers == (*translate(plain()).headers, ("h", b"1"))
 
 
+@pytest.mark.parametrize(
+    "last", [b"{}", b'{"id": 7, "meta": 1}', b'{"id": ["x"]}', b"no json", b'{"at": "noon"}', b'{"meta": {"k": 5}}']
+)
+def test_a_batch_of_usual_records_gives_the_same_events(last: bytes) -> None:
+    """Broken: the way for whole batches reads other fields, or takes a record that does not fit for one that does."""
+    rules = {"id": "id", "key": "meta.k", "time": "at"}
+    usual = [
+        plain(b'{"x": {"id": 1}, "id": "a-%d", "meta": {"k": "c", "z": 1}, "at": "2026-01-02T03:04:05Z"}' % number)
+        for number in range(3)
+    ]
+    for records in (usual, [*usual, plain(last)]):
+        batch = Batch("billing.invoices", 3, range(len(records)), records)
+        found = Translation(Stream.model_validate({"topic": "billing.invoices", **rules}))(batch, TOPIC_ID).records
+        each = [translate(record, number, **rules) for number, record in enumerate(records)]
+        with_header = [translate(plain(one.value, (("h", b"1"),)), n, **rules) for n, one in enumerate(records)]
+        assert found == each
+        slow = [Record(o.key, o.value, o.timestamp, tuple(h for h in o.headers if h[0] != "h")) for o in with_header]
+        assert found == slow
+
+
 def test_offsets_of_64_bits_fit_into_the_ledger() -> None:
     """Broken: events behind offset 2^31 are outside of the loss table, or count for others."""
     batch = Batch("t", 0, [TOPIC_NUMBERS - 1, TOPIC_NUMBERS, (1 << 62) + 5], [plain()] * 3)
