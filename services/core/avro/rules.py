@@ -63,7 +63,7 @@ RULES: Final[dict[str, Rule]] = {
             "FIELD_AMBIGUOUS",
             Category.RESOLUTION,
             "A field of the reader matches several fields of the writer, by its name and its aliases.",
-            "Avro refuses such a pair.",
+            "Avro refuses such a pair: its check throws.",
             "The aliases that match beside the name are removed.",
             _record('{"name": "page", "type": "string"}, {"name": "url", "type": "string"}'),
             _record('{"name": "page", "type": "string", "aliases": ["url"]}'),
