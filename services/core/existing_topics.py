@@ -81,6 +81,7 @@ class _Made(NamedTuple):
 
 
 _DEFAULTS = _Made(None, None, None, None)
+_REPLACED = frozenset((ID, CONTENT_TYPE))
 
 
 class _Found(NamedTuple):
@@ -178,9 +179,10 @@ class Translation:
         ids = f"{batch.topic}-{batch.partition}-".encode()
         made = self._translate_usual(batch, topic_id, ids)
         if made is None:
+            origins = _origins(topic_id, batch.partition, batch.offsets)
             made = [
-                self._translate(record, b"%b%d" % (ids, offset), _origin(topic_id, batch.partition, offset))
-                for offset, record in zip(batch.offsets, batch.records, strict=True)
+                self._translate(record, b"%b%d" % (ids, offset), origin)
+                for offset, record, origin in zip(batch.offsets, batch.records, origins, strict=True)
             ]
         return Batch(batch.topic, batch.partition, batch.offsets, made)
 
@@ -220,10 +222,7 @@ class Translation:
             fault = str(misfit)
         if value is None and self._stream.tombstones == "deliver":
             value = b"null" if self._stream.format == "json" else b""
-        dropped = {ID, CONTENT_TYPE, *((TYPE,) if made.type else ()), *((TIME,) if made.time is not None else ())}
-        kept = tuple(
-            header for header in record.headers if not header[0].startswith(OWN_PREFIX) and header[0] not in dropped
-        )
+        kept = self._keep(record.headers, made) if record.headers else ()
         headers: Headers = (
             (ID, made.id or default_id),
             (ARRIVAL, b"%d" % timestamp),
@@ -235,6 +234,15 @@ class Translation:
         )
         key = record.key if made.key is None else made.key
         return Record(key, value, timestamp if made.time is None else made.time, headers)
+
+    def _keep(self, headers: Headers, made: _Made) -> Headers:
+        """The record's headers without those of other fleets and those that are replaced."""
+        dropped = _REPLACED
+        if made.type is not None:
+            dropped = dropped | {TYPE}
+        if made.time is not None:
+            dropped = dropped | {TIME}
+        return tuple(one for one in headers if one[0] not in dropped and not one[0].startswith(OWN_PREFIX))
 
     def _apply(self, record: Record, timestamp: int) -> _Made:
         """Raises _Misfit."""
@@ -250,8 +258,19 @@ class Translation:
         )
 
 
-def _origin(topic_id: str, partition: int, offset: int) -> bytes:
-    return f"{topic_incarnation(topic_id, offset)}:{partition}:{offset % TOPIC_NUMBERS}".encode()
+def _origins(topic_id: str, partition: int, offsets: Sequence[int]) -> list[bytes]:
+    """The packed origins of the records at these offsets."""
+    runs = {
+        epoch: f"{topic_incarnation(topic_id, epoch * TOPIC_NUMBERS)}:{partition}:".encode()
+        for epoch in {offset // TOPIC_NUMBERS for offset in (offsets[0], offsets[-1])}
+    }
+    if len(runs) == 1:
+        ((epoch, run),) = runs.items()
+        first = epoch * TOPIC_NUMBERS
+        return [b"%b%d" % (run, offset - first) for offset in offsets]
+    return [
+        f"{topic_incarnation(topic_id, offset)}:{partition}:{offset % TOPIC_NUMBERS}".encode() for offset in offsets
+    ]
 
 
 def _parse(value: bytes) -> object:
