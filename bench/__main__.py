@@ -17,6 +17,7 @@ from bench.existing_topics import existing_figures
 from bench.figures import Figure, print_figures
 from bench.isolation import isolation_figures
 from bench.kinesis import kinesis_figures
+from bench.kinesis_transform import kinesis_transform
 from bench.latency import kafka_lag, log_lag
 from bench.ledger import ledger_figures
 from bench.ledger_transform import kafka_transform
@@ -36,6 +37,7 @@ GROUPS: dict[str, Callable[[Setup], list[Figure]]] = {
     "ledger-kafka": kafka_transform,
     "cluster": cluster_figures,
     "transform": transform_figures,
+    "transform-kinesis": kinesis_transform,
     "isolation": isolation_figures,
     "local-retries": local_retries,
     "lag-kafka": kafka_lag,

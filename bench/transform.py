@@ -7,7 +7,7 @@ broker. CPU is that of Python and Java together.
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,13 +79,11 @@ def compare_backlogs(setup: Setup, subjects: list[Subject]) -> list[Figure]:
     folder.mkdir()
     rounds = min(setup.rounds, ROUNDS)
     names = [f"{subject.name}-{number}" for number in range(rounds) for subject in subjects]
-    for url in {subject.url for subject in subjects}:
-        make_topics(url, _write_pipes(folder / "all.yaml", names, INTERVAL_MS))
-        asyncio.run(_fill(url, range(WARM + EVENTS)))
+    make_backlog(folder, {subject.url for subject in subjects}, names, WARM + EVENTS)
     costs: dict[str, list[Cost]] = defaultdict(list)
     for number in range(rounds):
         for subject in subjects if number % 2 == 0 else subjects[::-1]:
-            costs[subject.name].append(found := _drain(folder, subject, f"{subject.name}-{number}"))
+            costs[subject.name].append(found := drain(folder, subject, f"{subject.name}-{number}", WARM, EVENTS))
             tell(
                 f"transform, {subject.name}, round {number + 1}: {found.cpu_s:.1f} {CPU}, {1e6 / found.seconds:,.0f} events/s; "
                 f"the first {WARM:,}: {found.first_cpu_s:.0f} CPU-s in {found.first_s:.0f} s"
@@ -117,26 +115,33 @@ def _backlog_figures(costs: dict[str, list[Cost]]) -> list[Figure]:
     return found
 
 
-def _drain(folder: Path, subject: Subject, name: str) -> Cost:
-    """From the start of the process until all that waits is written."""
+def make_backlog(folder: Path, urls: Iterable[str], names: list[str], events: int) -> None:
+    """So many events wait, and nothing is in the output topics of these names."""
+    for url in urls:
+        make_topics(url, _write_pipes(folder / "all.yaml", names, INTERVAL_MS))
+        asyncio.run(_fill(url, range(events)))
+
+
+def drain(folder: Path, subject: Subject, name: str, warm: int, events: int) -> Cost:
+    """From the start of the process until all that waits is written. warm: events that count as the warm-up."""
     with open_subject(folder, subject, name, INTERVAL_MS) as child:
-        return asyncio.run(_watch(child, subject.url, f"{name}.out"))
+        return asyncio.run(_watch(child, subject.url, f"{name}.out", warm, events))
 
 
-async def _watch(child: Child, url: str, topic: str) -> Cost:
+async def _watch(child: Child, url: str, topic: str, warm: int, events: int) -> Cost:
     marks: list[tuple[int, float, float]] = []
     """Written events, CPU and time: at the first of them, after the warm-up, at the end."""
     begun = time.monotonic()
     async with open_broker(url) as broker:
-        for mark in (1, WARM, WARM + EVENTS):
+        for mark in (1, warm, warm + events):
             while (written := sum(part.end for part in (await broker.reader.describe(topic)).values())) < mark:
                 if time.monotonic() - begun > PATIENCE_S:
                     raise RuntimeError(f"not everything was transformed in {PATIENCE_S:.0f} s; see {child.log}")
                 await asyncio.sleep(_LOOK_S)
             marks.append((written, child.family_cpu(), time.monotonic()))
     (_, first_cpu, first_at), (base, cpu, at), (end, all_cpu, ended) = marks
-    events = end - base
-    return Cost((all_cpu - cpu) / events * 1e6, (ended - at) / events * 1e6, cpu - first_cpu, at - first_at)
+    millions = (end - base) / 1e6
+    return Cost((all_cpu - cpu) / millions, (ended - at) / millions, cpu - first_cpu, at - first_at)
 
 
 def compare_steady(setup: Setup) -> list[Figure]:

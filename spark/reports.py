@@ -25,7 +25,7 @@ from services.core.ledger.accumulator import SetKey, Sets
 from services.core.ledger.minute import MINUTE_MS, minute_of, near_minutes
 from services.core.ledger.report import MAX_NUMBER, Outcome
 from spark.java import is_observed
-from spark.jvm.classes import LAGS
+from spark.jvm.classes import LAGS, MOMENT
 from spark.jvm.classes import ORIGINS as ORIGINS_FUNCTION
 
 NODE: Final = "transform"
@@ -62,12 +62,18 @@ def count_by_lag(lag_ms: Column) -> Column:
 
 def age(time: Column) -> Column:
     """The ms from an event time to `began`."""
-    return f.unix_millis(f.current_timestamp()) - f.unix_millis(time)
+    return _now() - f.unix_millis(time)
 
 
 def began() -> Column:
     """An expression for `DataFrame.observe`: `began`, when Spark began with the batch, in ms; null without events."""
-    return f.max(f.unix_millis(f.current_timestamp())).alias("began")
+    return f.max(_now()).alias("began")
+
+
+def _now() -> Column:
+    """When Spark began with the batch, in ms. A plain number would be in the code that Spark generates, and each batch would
+    compile its own code."""
+    return f.call_function(MOMENT, f.unix_millis(f.current_timestamp()))
 
 
 def clock_now() -> Column:

@@ -87,7 +87,16 @@ def choose_modes(
         else:
             chosen.append(replace(each, why_not=reason.code))
             log.info("pipe_mode", pipe=each.pipe, mode="micro-batch", because=reason.text)
-    return chosen
+    if found is None:
+        return chosen
+    return [_with_room(session, broker, each, free) for each in chosen]
+
+
+def _with_room(session: SparkSession, broker: SparkBroker, prepared: Prepared, free: int) -> Prepared:
+    """A pipe whose file asks for real-time mode knows how many partitions may have a task slot. free: slots that nobody has."""
+    if not prepared.real_time or prepared.fallback is not None:
+        return prepared
+    return replace(prepared, partitions=broker.count_partitions(session, list(prepared.views)) + max(0, free))
 
 
 def prefer_plan(broker: SparkBroker, prepared: Prepared, *, kind: str | None = None) -> Prepared:
@@ -142,7 +151,8 @@ def _prepare_real_time(
         live = prepare_pipe(session, selected, prepared.pipe, max_bytes=broker.max_record_bytes, real_time=True)
     except BadConfiguration:
         return prepared, reason
-    return live, None if live.out.payload == prepared.out.payload else reason
+    same = live.out.payload == prepared.out.payload and not prepared.shows_event
+    return live, None if same else reason
 
 
 def _why_checkpoint_does_not(session: SparkSession, settings: TransformSettings, prepared: Prepared) -> Reason | None:

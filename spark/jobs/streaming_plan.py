@@ -66,6 +66,9 @@ names this check of Spark 4.2.0 ends each start after an unfinished batch with `
 _OUT = "out"
 _TOOK = "took"
 _WRITTEN_AT = "_penstock_written"
+_MORE_SLOTS = (
+    "Try: a larger PENSTOCK_TRANSFORM_MASTER, e.g. local[9], and a restart of the service; or mode: micro-batch"
+)
 _PROGRESS_KEPT = 10
 """The number of batches whose observed values Spark keeps. We poll four times a second, and read missed batches again."""
 
@@ -86,6 +89,8 @@ class StreamingPlanQuery:
             reject_process_killers(query, self._streak)
         self._start_transforming()
         self._last_batch = -1
+        self._partitions = 0
+        """Of its sources at the last look, in real-time mode."""
         self._saved_at = time.monotonic()
         self._at_work: tuple[int, bool] | None = None
         self._reads_since: float | None = None
@@ -186,12 +191,17 @@ class StreamingPlanQuery:
             self._reported.save()
 
     def _check_partitions(self) -> None:
-        """Raise MorePartitions when partitions were added that have no task slot. The last batch is settled by the next start."""
-        query = self._query
-        if query.prepared.fallback is not None:
-            found = len(query.checkpoint.offsets(self._last_batch, query.broker.parse_offsets))
-            if found > query.prepared.partitions:
-                raise MorePartitions(f"{found} partitions, and task slots for {query.prepared.partitions}")
+        """When partitions were added that have no task slot, raise MorePartitions, where the pipe may go on in micro-batches. The
+        last batch is settled by the next start. Where it may not, log it: the other partitions are read."""
+        query, slots = self._query, self._query.prepared.partitions
+        if not slots:
+            return
+        found = len(query.checkpoint.offsets(self._last_batch, query.broker.parse_offsets))
+        if found > max(slots, self._partitions):
+            if query.prepared.fallback is not None:
+                raise MorePartitions(f"{found} partitions, and task slots for {slots}")
+            log.error("partitions_are_not_read", pipe=query.pipe, partitions=found, task_slots=slots, hint=_MORE_SLOTS)
+        self._partitions = found
 
 
 def _runs_tasks(query: Query, running: StreamingQuery) -> bool:

@@ -5,10 +5,11 @@ import org.apache.spark.sql.catalyst.FunctionIdentifier
 import org.apache.spark.sql.catalyst.expressions.{Expression, ExpressionInfo, Literal}
 import org.apache.spark.sql.types.LongType
 
-/** Gives every session of a Spark our aggregates. Named by the setting `spark.sql.extensions`. */
+/** Gives every session of a Spark our functions. Named by the setting `spark.sql.extensions`. */
 class Functions extends (SparkSessionExtensions => Unit) {
   def apply(extensions: SparkSessionExtensions): Unit = {
     register(extensions, "penstock_lags", classOf[CountByLag]) { case Seq(lag) => CountByLag(lag) }
+    register(extensions, "penstock_moment", classOf[Moment]) { case Seq(millis) => Moment(millis) }
     register(extensions, "penstock_origins", classOf[CollectOrigins]) {
       case Seq(headers) => CollectOrigins(headers, Literal(null, LongType))
       case Seq(headers, minute) => CollectOrigins(headers, minute)

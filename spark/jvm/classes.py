@@ -23,6 +23,7 @@ from services.core.jvm.java import NO_PERF_FILE, find_java
 EXTENSIONS = "penstock.Functions"
 """For Spark's setting `spark.sql.extensions`: it registers the functions below in each session."""
 LAGS = "penstock_lags"
+MOMENT = "penstock_moment"
 ORIGINS = "penstock_origins"
 _SOURCES = Path(__file__).parent
 _COMPILE_TIMEOUT_S = 300.0

@@ -6,8 +6,10 @@ from collections.abc import Collection
 from typing import Any
 
 from pyspark.sql import DataFrame
+from pyspark.sql.types import StructType
 
 from spark.java import analyzed_plan
+from spark.records import EVENT_TYPE
 from spark.transforms.output import BadTransform
 from spark.transforms.plan_tree import items, walk
 
@@ -74,6 +76,28 @@ def why_not_real_time(result: DataFrame, sources: int) -> str:
     if _count_reads(plan, {}) > sources:
         return "reads a source more than once, which real-time mode cannot"
     return ""
+
+
+_PASS_EVENT_ON = frozenset({"", "Alias", "GetStructField", "IsNull", "IsNotNull"})
+"""Expressions that read one field of `event`, or none. Empty: it is a column of the result."""
+
+
+def shows_all_of_event(result: DataFrame) -> bool:
+    """Whether an expression gets `event` as a whole, and so its result may show each of its fields: to_json(event)."""
+    event = StructType.fromDDL(EVENT_TYPE)
+    assert isinstance(event, StructType)
+    plan = analyzed_plan(result)
+    return any(_gets_struct(part, event.names) for node in walk(plan) for part in items(node.expressions()))
+
+
+def _gets_struct(expression: Any, fields: list[str], above: str = "") -> bool:
+    """fields: the struct's first ones. above: the class of the expression that this one is an argument of."""
+    kind = str(expression.getClass().getSimpleName())
+    if kind == "AttributeReference":
+        found = expression.dataType()
+        is_struct = above not in _PASS_EVENT_ON and found.typeName() == "struct"
+        return is_struct and list(found.fieldNames())[: len(fields)] == fields
+    return any(_gets_struct(child, fields, kind) for child in items(expression.children()))
 
 
 def _count_reads(plan: Any, shared: dict[int, Any]) -> int:

@@ -24,6 +24,7 @@ from spark.transforms.analysis import (
     check_repeatable,
     is_stateless,
     nondeterministic_parts,
+    shows_all_of_event,
     why_not_real_time,
 )
 from spark.transforms.definition import Definition, load_definition
@@ -42,11 +43,12 @@ class Prepared:
     row_by_row: each micro-batch may be computed by itself (see `is_stateless`). real_time: it runs in Spark's real-time mode;
     what the pipe file asks for is `transform.mode`. version: of the pipe's definition. obstacle: why Spark cannot run it in
     real-time mode, as the end of a sentence; empty: nothing is known. why_not: the code of the reason against real-time mode,
-    when the pipe file leaves the mode open. fallback: the same transform in micro-batches, where it may go on so. partitions:
-    with a fallback, of its sources; each has a task slot. in_plan: in micro-batches, and part of the streaming plan though it is
-    row by row (`jobs.modes.prefer_plan`). plan: what it keeps over several events; None when it keeps nothing, or cannot run on a
-    stream. tables: the reference data that it reads, by name. idle_batches: whether it may have work to do when there are no new
-    events.
+    when the pipe file leaves the mode open. fallback: the same transform in micro-batches, where it may go on so. partitions: of
+    its sources in real-time mode, so many at most have a task slot each; 0: not known. shows_event: a function gets the whole
+    `event`, and may show that it has one more field in real-time mode. in_plan: in micro-batches, and part of the streaming plan
+    though it is row by row (`jobs.modes.prefer_plan`). plan: what it keeps over several events; None when it keeps nothing, or
+    cannot run on a stream. tables: the reference data that it reads, by name. idle_batches: whether it may have work to do when
+    there are no new events.
     """
 
     pipe: str
@@ -65,6 +67,7 @@ class Prepared:
     tables: Mapping[str, ReferenceTable] = field(default_factory=dict)
     in_plan: bool = False
     idle_batches: bool = True
+    shows_event: bool = False
 
     @property
     def state(self) -> str:
@@ -229,7 +232,7 @@ def prepare_pipe(
         name, pipe.transform, views, definition, out, row_by_row, real_time, version, obstacle, tables=tables
     )
     if row_by_row:
-        return prepared
+        return replace(prepared, shows_event=shows_all_of_event(result))
     plan = _plan_state(session, prepared, file)
     idle = plan is None or plan.kinds != {USER_STATE} or any(state.needs_idle_batches for state in states)
     return replace(prepared, plan=plan, idle_batches=idle)

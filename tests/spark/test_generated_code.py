@@ -1,6 +1,7 @@
 """The expressions that every event passes are compiled by Spark: one that is not takes all others of its projection along."""
 
 import re
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from pyspark.sql.types import StructType
 
 from services.core import event as names
 from spark.brokers.kafka import for_sink, restored_time
+from spark.java import jvm
 from spark.records import RAW
+from spark.reports import age, began, count_by_lag
 from spark.transforms.output import OutShape
 from spark.transforms.view import SourceView
 
@@ -113,3 +116,19 @@ def test_headers_count_against_the_limit_of_a_record(spark: SparkSession, more: 
     else:
         with pytest.raises(PySparkException, match=f"larger than {_MAX_BYTES} bytes"):
             out.collect()
+
+
+def test_no_batch_compiles_code_of_its_own(spark: SparkSession) -> None:
+    """Otherwise each batch compiles code for some hundred events, because the time of the batch is written in it."""
+    seen = (began(), count_by_lag(age(f.col("timestamp"))).alias("lags"))
+    frame = _records(spark, [(names.ID, b"1")]).observe("seen", *seen)
+    compiled = jvm(spark).org.apache.spark.metrics.source.CodegenMetrics.METRIC_COMPILATION_TIME()
+
+    def run() -> int:
+        time.sleep(0.002)  # another moment
+        frame.write.format("noop").mode("overwrite").save()
+        return int(compiled.getCount())
+
+    first = run()
+    assert run() == first
+    assert run() == first

@@ -12,7 +12,7 @@ from services.core.pipes import Transform
 from services.core.yaml_source import BadConfiguration, Problem
 from spark.jobs.attempts import ATTEMPT_FILE, Attempt
 from spark.jobs.checkpoint import Identity
-from spark.jobs.modes import MODE_FILE, checkpoint_kind, choose_modes, enter_mode, prefer_plan
+from spark.jobs.modes import MODE_FILE, MorePartitions, checkpoint_kind, choose_modes, enter_mode, prefer_plan
 from spark.jobs.streaming_plan import READ_S, StreamingPlanQuery
 from spark.settings import MOST_REAL_TIME_SLOTS, TransformSettings, load_pipes, size_master
 from spark.transforms.preparation import Prepared
@@ -85,7 +85,8 @@ def chosen(
         assert (each.fallback is not None) is may_fall_back
         if each.fallback is not None:
             assert checkpoint_kind(each.fallback) == checkpoint_kind(each), "it cannot go on from its checkpoint"
-        assert each.partitions == (2 * len(each.views) if each.real_time and each.transform.mode == "auto" else 0)
+        assert not each.real_time or each.transform.mode != "auto" or each.partitions == 2 * len(each.views)
+        assert each.real_time or not each.partitions
     return found
 
 
@@ -102,6 +103,7 @@ def chosen(
         (pipe(obstacle="joins tables"), "plan"),
         (pipe(sql="SELECT event, event.* FROM s"), "event"),
         (pipe(sql="SELECT named_struct('id', event.id) AS event FROM s"), "event"),
+        (replace(pipe(sql="SELECT event, to_json(event) FROM s"), shows_event=True), "event"),
         (pipe(sources=3), "slots"),
     ],
 )
@@ -126,6 +128,31 @@ def test_slots_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert modes(monkeypatch, *three, master="local[7]")[2] == (True, "")
     asked = replace(pipe("z", mode="real-time"), real_time=True)
     assert modes(monkeypatch, pipe("a"), pipe("b"), asked) == [(True, ""), (False, "slots"), (True, "")]
+
+
+@pytest.mark.parametrize(("master", "room"), [("local[5]", 4), ("local[8]", 7), ("spark://host:7077", 0)])
+def test_partitions_that_nobody_reads_are_named(monkeypatch: pytest.MonkeyPatch, master: str, room: int) -> None:
+    """If this fails, events of a partition that was added wait for ever in a pipe that asks for real-time mode, and only the lag
+    shows it."""
+    (asked,) = chosen(monkeypatch, replace(pipe(mode="real-time"), real_time=True), master=master)
+    assert asked.partitions == room
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr("spark.jobs.streaming_plan.log", SimpleNamespace(error=lambda event, **more: said.append(more)))
+    running = StreamingPlanQuery.__new__(StreamingPlanQuery)
+    counts = iter((2, room, room + 1, room + 1, room + 2))
+    checkpoint = SimpleNamespace(offsets=lambda *_: range(next(counts)))
+    made: Any = SimpleNamespace(
+        prepared=asked, pipe="p", checkpoint=checkpoint, broker=SimpleNamespace(parse_offsets=None)
+    )
+    running._query, running._last_batch, running._partitions = made, 1, 0
+    for _ in range(5):
+        running._check_partitions()
+    assert [each["partitions"] for each in said] == ([room + 1, room + 2] if room else [])
+    if room:
+        fallback: Any = replace(asked, fallback=asked)
+        made.prepared, made.checkpoint = fallback, SimpleNamespace(offsets=lambda *_: range(room + 3))
+        with pytest.raises(MorePartitions, match=f"{room + 3} partitions, and task slots for {room}"):
+            running._check_partitions()
 
 
 @pytest.mark.parametrize(

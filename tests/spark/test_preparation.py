@@ -122,6 +122,20 @@ def test_row_by_row_is_recognised(pipeline: LogPipeline, sql: str, row_by_row: b
     assert pipeline.prepare(pipeline.pipe(columns=COLUMNS, sql=sql)).row_by_row is row_by_row
 
 
+@pytest.mark.parametrize(
+    ("sql", "shows"),
+    [
+        ("SELECT event, to_json(event) AS all FROM s", True),
+        ("SELECT event, md5(CAST(e AS STRING)) AS sum FROM (SELECT event, event AS e FROM s)", True),
+        ("SELECT event, event.id, value FROM s WHERE event IS NOT NULL", False),
+        ("SELECT event, to_json(named_struct('id', event.id)) AS some FROM (SELECT event FROM s)", False),
+    ],
+)
+def test_functions_of_the_whole_event_are_found(pipeline: LogPipeline, sql: str, shows: bool) -> None:
+    """If this fails, a pipe without a mode writes another payload in real-time mode, where `event` has one more field."""
+    assert pipeline.prepare(pipeline.pipe(columns=COLUMNS, sql=sql)).shows_event is shows
+
+
 def test_what_a_stream_cannot_do(pipeline: LogPipeline, spark: SparkSession) -> None:
     """If this fails, an impossible query, or real-time mode on the log, starts and fails for ever."""
     endpoint = LogSparkBroker(str(pipeline.log))
