@@ -93,7 +93,6 @@ class KafkaSparkBroker(SparkBroker):
         self.needs_local_master = security is not None
         self._opening = threading.Lock()
         self._producer: Any = None
-        self._admin_client: Any = None
         self._make_record: Any = None
         self._close_within: Any = None
 
@@ -187,8 +186,7 @@ class KafkaSparkBroker(SparkBroker):
         producer = None
         try:
             producer = self._open_producer(classes)
-            name = self._prefix + topic
-            make = self._make_record
+            name, make = self._prefix + topic, self._make_record
             sent = [producer.send(make(name, 0, record.timestamp, record.key, record.value)) for record in records]
             for each in sent:
                 each.get()
@@ -209,32 +207,18 @@ class KafkaSparkBroker(SparkBroker):
                 self._close_within = classes.java.time.Duration.ofSeconds(5)
             return self._producer
 
-    def _open_admin(self, classes: Any) -> Any:
-        """Kafka's own admin client in Spark's Java. Pipes ask every few seconds; a client has a thread and connections."""
-        with self._opening:
-            if self._admin_client is None:
-                timeout = str(REQUEST_MS)
-                timeouts = {"default.api.timeout.ms": timeout, "request.timeout.ms": timeout}
-                create = classes.org.apache.kafka.clients.admin.Admin.create
-                self._admin_client = create(_properties(classes, self._client() | timeouts))
-                self._close_within = classes.java.time.Duration.ofSeconds(5)
-            return self._admin_client
-
     def close(self) -> None:
         self._discard(self._producer)
-        self._discard(self._admin_client)
         self._login.close()
 
-    def _discard(self, client: Any) -> None:
-        """Close it. Pipes that still wait for its answers get an error then, and ask again with the next one."""
+    def _discard(self, producer: Any) -> None:
+        """Close it. Pipes that still wait for its answers get an error then, and append again with the next one."""
         with self._opening:
-            if self._producer is client:
+            if self._producer is producer:
                 self._producer = None
-            if self._admin_client is client:
-                self._admin_client = None
-        if client is not None:
+        if producer is not None:
             with suppress(*JAVA_ERRORS):
-                client.close(self._close_within)
+                producer.close(self._close_within)
 
     def _save(self, frame: DataFrame, topic: str) -> None:
         options = self._with_servers(_SINK | {"topic": self._prefix + topic})
@@ -285,18 +269,24 @@ class KafkaSparkBroker(SparkBroker):
 
     @contextmanager
     def _admin(self, session: SparkSession) -> Iterator["_Admin"]:
-        """The admin client. Inside, its failures become Unavailable or UnknownTopic."""
-        classes, client = jvm(session), None
+        """Kafka's own admin client in Spark's Java. Inside, its failures become Unavailable or UnknownTopic."""
+        classes = jvm(session)
+        timeout = str(REQUEST_MS)
+        settings = self._client() | {
+            "default.api.timeout.ms": timeout,
+            "request.timeout.ms": timeout,
+        }
+        client = classes.org.apache.kafka.clients.admin.Admin.create(_properties(classes, settings))
         try:
-            client = self._open_admin(classes)
             yield _Admin(client, classes)
         except JAVA_ERRORS as error:
             if "UnknownTopicOrPartition" in str(error):
                 raise UnknownTopic(
                     "a topic does not exist. Try: declaring it under `streams:`, and penstock apply"
                 ) from error
-            self._discard(client)  # the next one reads the login again
             raise Unavailable(f"Kafka at {self._servers} does not answer: {shorten(error)}") from error
+        finally:
+            client.close()
 
 
 class _Admin:
