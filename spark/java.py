@@ -128,11 +128,6 @@ def progress_since(query: StreamingQuery, batch: int) -> list[Any]:
 
     `recentProgress` of pyspark would parse all events that Spark keeps; the origins in them make them long.
     """
-    last = query._jsq.lastProgress()  # the array has more calls, and is needed only where several batches came
-    if last is None or last.batchId() <= batch:
-        return []
-    if last.batchId() == batch + 1:
-        return [StreamingQueryProgress.fromJson(json.loads(last.json()))]
     found: list[Any] = []
     kept = query._jsq.recentProgress()
     for at in range(len(kept) - 1, -1, -1):  # each element is a call into Java

@@ -93,7 +93,6 @@ class KafkaSparkBroker(SparkBroker):
         self.needs_local_master = security is not None
         self._opening = threading.Lock()
         self._producer: Any = None
-        self._make_record: Any = None
         self._close_within: Any = None
 
     def identify(self, session: SparkSession, topics: Sequence[str]) -> dict[str, str]:
@@ -183,10 +182,11 @@ class KafkaSparkBroker(SparkBroker):
     def append(self, session: SparkSession, topic: str, records: Sequence[Record]) -> None:
         """By Kafka's own producer, in Spark's Java."""
         classes = jvm(session)
+        make = classes.org.apache.kafka.clients.producer.ProducerRecord
         producer = None
         try:
             producer = self._open_producer(classes)
-            name, make = self._prefix + topic, self._make_record
+            name = self._prefix + topic
             sent = [producer.send(make(name, 0, record.timestamp, record.key, record.value)) for record in records]
             for each in sent:
                 each.get()
@@ -202,7 +202,6 @@ class KafkaSparkBroker(SparkBroker):
                 properties = _properties(classes, self._client() | _PRODUCER)
                 serializer = classes.org.apache.kafka.common.serialization.ByteArraySerializer
                 open_producer = classes.org.apache.kafka.clients.producer.KafkaProducer
-                self._make_record = classes.org.apache.kafka.clients.producer.ProducerRecord
                 self._producer = open_producer(properties, serializer(), serializer())
                 self._close_within = classes.java.time.Duration.ofSeconds(5)
             return self._producer

@@ -160,12 +160,7 @@ class Checkpoint:
 
     def newest(self, folder: str) -> int | None:
         """The highest batch number in `offsets` or `commits`."""
-        if self._local is None:
-            names = self._files.list(folder)
-        else:  # asked every few seconds, and each name would be two calls into Java
-            path = self._local / folder
-            names = [each.name for each in path.iterdir()] if path.is_dir() else []
-        return max((int(name) for name in names if name.isdigit()), default=None)
+        return max((int(name) for name in self._files.list(folder) if name.isdigit()), default=None)
 
     def has_batch(self, folder: str, batch: int) -> bool:
         """Whether the file of this batch is in `offsets` or `commits`."""
