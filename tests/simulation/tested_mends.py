@@ -418,7 +418,7 @@ SPARK = (
         f"{_SPARK}/start_checks.py",
         "        return refuse_plan(prepared, found.plan)\n",
         "        return None\n",
-        "spark/test_state_plan.py",
+        "spark/test_watermark.py::test_another_transform_does_not_go_on_with_the_state",
         is_long=True,
     ),
 )
