@@ -265,7 +265,7 @@ def replace_seams() -> None:
         check_destinations=lambda *_: _problems(),
         HttpClient=ModelClient,
     )
-    _put(key_watch, _read=read_keys)
+    _put(key_watch, read_ring=read_keys)
     _put(signing, read_private=read_private)
     _put(fleet_topics, open_broker=_open_broker)
     _put(fleet_plan, copy_in=lambda _snapshot, file: file)

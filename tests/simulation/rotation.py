@@ -80,7 +80,7 @@ class Rotation:
     # What processes read.
 
     def read_keys(self, known: bytes) -> tuple[bytes, KeyRing] | None:
-        """As `key_watch._read`."""
+        """As `keys.read_ring`."""
         if self.keys.is_broken:
             raise BadConfiguration([Problem(str(KEYS_FILE), "", "is empty. Try: keys: []")])
         digest = b"%d" % self.keys.version
@@ -211,7 +211,7 @@ def _rotation() -> Rotation:
 
 
 def read_keys(_path: Path, known: bytes) -> tuple[bytes, KeyRing] | None:
-    """In place of `key_watch._read`: the keys of the process's history."""
+    """In place of `keys.read_ring`: the keys of the process's history."""
     return _rotation().read_keys(known)
 
 
