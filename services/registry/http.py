@@ -1,7 +1,6 @@
 """The registry over HTTP: who may ask for what, bodies, answers, and refusals in the form that a path's clients know."""
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -14,9 +13,9 @@ from aiohttp import BasicAuth, web
 from services.core import metrics
 from services.core.address import LOOPBACK_NAMES, is_loopback_authority, is_named_authority
 from services.core.file_watch import FileWatch
-from services.core.keys import EVERY_STREAM, PREFIX, ApiKey, KeyRing, load_keys
+from services.core.keys import EVERY_STREAM, PREFIX, ApiKey, KeyRing, read_ring
 from services.core.problem_type import CONTENT_TYPE, problem_json
-from services.core.yaml_source import MAX_FILE_BYTES, BadConfiguration
+from services.core.yaml_source import BadConfiguration
 from services.registry import problems
 from services.registry.catalog import Schema
 from services.registry.entries import Damaged
@@ -231,7 +230,7 @@ def watch_keys(path: Path, access: Access, clock: Callable[[], float] = time.mon
 
     return FileWatch(
         f"the keys file {path}",
-        lambda known: _read_keys(path, known),
+        lambda known: read_ring(path, known),
         use,
         expected=BadConfiguration,
         failed=metrics.REGISTRY_KEYS_FAILURES.inc,
@@ -239,15 +238,3 @@ def watch_keys(path: Path, access: Access, clock: Callable[[], float] = time.mon
         age=metrics.REGISTRY_KEYS_AGE,
         clock=clock,
     )
-
-
-def _read_keys(path: Path, known: bytes) -> tuple[bytes, KeyRing] | None:
-    """As ingest reads them. Blocking. Raises BadConfiguration."""
-    try:
-        with path.open("rb") as file:
-            digest = hashlib.sha256(file.read(MAX_FILE_BYTES + 1)).digest()
-    except OSError:
-        digest = b""  # load_keys raises the error
-    if digest == known != b"":
-        return None
-    return digest, KeyRing(load_keys(path))

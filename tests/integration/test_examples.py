@@ -112,6 +112,7 @@ async def test_orders_and_their_read_model(tmp_path: Path) -> None:
     async with desk.up("--tables", f"127.0.0.1:{tables}") as fleet:
         assert await run() == "{'order': 'o-1', 'status': 'shipped', 'total': 42.5, 'events': 4}"
         (table,) = [process for process in (await desk.state()).processes if process.service == "table"]
+        assert table.pid is not None
         os.kill(table.pid, signal.SIGKILL)
 
         async def is_back() -> bool:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from services.core import file_watch
 from services.core.file_watch import FileWatch
-from services.core.keys import ApiKey, KeyRing, add_key, expire_key, load_keys, make_key, revoke_key
+from services.core.keys import ApiKey, KeyRing, add_key, expire_key, load_keys, make_key, read_ring, revoke_key
 from services.core.times import format_time
 from services.core.yaml_source import BadConfiguration
 from services.ingest import key_watch
@@ -355,7 +355,7 @@ async def test_a_file_system_that_hangs_is_noticed(tmp_path: Path, monkeypatch: 
     path = tmp_path / "keys.yaml"
     await asyncio.to_thread(make_file, path)
     hangs, reads = threading.Event(), 0
-    real = key_watch._read
+    real = read_ring
 
     def read(path: Path, known: bytes) -> tuple[bytes, KeyRing] | None:
         nonlocal reads
@@ -365,7 +365,7 @@ async def test_a_file_system_that_hangs_is_noticed(tmp_path: Path, monkeypatch: 
 
     with structlog.testing.capture_logs() as logs:
         async with watched(path) as keys:
-            monkeypatch.setattr(key_watch, "_read", read)
+            monkeypatch.setattr(key_watch, "read_ring", read)
             while not reads:
                 await asyncio.sleep(0.005)
             keys.clock.now += file_watch.STALE_AFTER_S
