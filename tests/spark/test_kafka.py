@@ -64,7 +64,8 @@ def test_micro_batches(make_pipeline: MakePipeline) -> None:
     foreign = [
         Record(None, None, NOW, ()),
         Record(b"k", b"{}", NOW, ()),
-        Record(b"k", None, NOW, (("ce_id", b"gone"),)),
+        Record(None, None, NOW, (("ce_id", b"gone"),)),
+        Record(b"k", None, NOW, (("ce_id", b"deleted"),)),  # a tombstone, which is filtered
     ]
     pipeline.send([*sent[:15], *foreign], 0)
     pipeline.send([*sent[15:], flight(500, delay=0), flight(501, delay="late")], 1)
