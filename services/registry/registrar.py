@@ -38,7 +38,7 @@ from services.registry.problems import Refused
 LEVELS = tuple(level.value for level in Level)
 MODES = ("READWRITE", "READONLY")
 MAX_REFERENCES = 100
-MAX_DEPTH = 20
+MAX_REFERENCE_LEVELS = 20
 _SUBJECT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 _PARSED = 4096
 _RACES = 1000
@@ -107,6 +107,7 @@ class Registrar:
         """Parse what a client sent. Raises Refused."""
         if references and not self._known(references):
             await self.log.refresh()
+        self._check_depth(references)
         named = self._named(references)
         return await asyncio.to_thread(_read, text, named, tuple(references), normalize)
 
@@ -126,6 +127,18 @@ class Registrar:
         if subject is None or not 1 <= reference.version <= len(subject.versions):
             return None
         return subject.versions[reference.version - 1].schema
+
+    def _check_depth(self, references: Sequence[Reference]) -> None:
+        """Reading a schema reads what it references, and so on: the levels have a bound. Raises Refused."""
+        level = {found.id: found for reference in references if (found := self._find(reference)) is not None}
+        for _ in range(MAX_REFERENCE_LEVELS):
+            if not level:
+                return
+            deeper = (self._find(inner) for schema in level.values() for inner in schema.stored.references)
+            level = {found.id: found for found in deeper if found is not None}
+        raise Refused(
+            problems.BAD_REFERENCE, f"References of references are at most {MAX_REFERENCE_LEVELS} levels deep."
+        )
 
     def _named(self, references: Sequence[Reference]) -> Mapping[str, AvroSchema]:
         """All named types in the schemas that are referenced."""

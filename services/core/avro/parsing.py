@@ -31,6 +31,8 @@ from services.core.avro.schema import (
 
 MAX_TYPE_DEPTH: Final = 64
 """How deep types may be nested in one another."""
+MAX_REACH: Final = 200
+"""The same with types of other texts. Forms and comparisons are recursive."""
 MAX_NODES: Final = 50_000
 """The most types, fields, symbols and aliases of one text, together."""
 MAX_NAME: Final = 1_000
@@ -54,10 +56,29 @@ def _parse_document(value: Json, named: Mapping[str, Schema]) -> Schema:
     parser = Parser(named, Origin(value, lambda document, _: _parse_document(document, named)))
     schema = parser.parse(value, "", "")
     parser.finish()
+    if named:
+        _check_reach(schema)
     if isinstance(schema, Named) and schema.origin is not parser.origin:
         return replace(schema, origin=None)  # the text is only the name of a type from elsewhere
     schema.origin = parser.origin
     return schema
+
+
+def _check_reach(root: Schema) -> None:
+    """Types of other texts are within their own bounds; together they must be, too. Raises Fault."""
+    seen: set[str] = set()
+    rest, nodes = [(root, 0)], 0
+    while rest:
+        node, depth = rest.pop()
+        if isinstance(node, Named):
+            if node.full_name in seen:
+                continue
+            seen.add(node.full_name)
+        nodes += 1
+        if depth > MAX_REACH or nodes > MAX_NODES:
+            limit = f"more than {MAX_REACH} levels deep" if depth > MAX_REACH else f"more than {MAX_NODES:,}"
+            raise Fault("", f"With the types of its references, its types are {limit}. Try: fewer references.")
+        rest += [(inner, depth + 1) for inner in reversed(node.inner())]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from services.core.avro.json_document import MAX_BYTES, SchemaError
-from services.core.avro.parsing import MAX_NODES, parse_schema
+from services.core.avro.parsing import MAX_NODES, MAX_REACH, parse_schema
 from services.core.avro.schema import Enum, Fixed, Record, Union
 
 
@@ -69,6 +69,16 @@ def test_a_reference_is_a_type_of_another_text() -> None:
     whole = parse_schema(json.dumps(schema.to_json()))
     assert whole.fingerprint == schema.fingerprint
     assert refusal(text).path == "/fields/0/type"
+
+
+def test_references_have_a_bound_together() -> None:
+    """Broken: types of other texts, each within its own bounds, end in a RecursionError."""
+    last = parse_schema('{"type": "record", "name": "R0", "fields": []}')
+    for n in range(1, MAX_REACH + 1):
+        last = parse_schema(record(field("inner", f"R{n - 1}"), name=f"R{n}"), named={last.full_name: last})
+    assert last.fingerprint
+    with pytest.raises(SchemaError, match="levels deep"):
+        parse_schema(record(field("inner", f"R{MAX_REACH}"), name="R"), named={last.full_name: last})
 
 
 MISTAKES = {

@@ -9,6 +9,7 @@ import pytest
 
 from services.core.keys import make_key
 from services.registry.entries import entry_name
+from services.registry.registrar import MAX_REFERENCE_LEVELS
 from tests.support.memory_objects import MemoryObjects
 from tests.unit.registry.service import running_registry
 
@@ -143,6 +144,22 @@ async def test_references() -> None:
         assert await client.ask("GET", "/subjects/address/versions/1/referencedby") == [found["id"]]
         missing = {"schema": using, "references": [{**reference, "version": 2}]}
         await client.ask("POST", "/subjects/person/versions", missing, status=422)
+
+
+async def test_references_have_a_bound() -> None:
+    """Broken: references of references, each within its own bounds, end in a RecursionError, and so does each start."""
+    async with running_registry() as client:
+        await client.register("s0", record({"name": "x", "type": "int"}, name="R0"))
+        for n in range(1, 30):
+            reference = {"name": f"R{n - 1}", "subject": f"s{n - 1}", "version": 1}
+            unused = record({"name": "x", "type": "int"}, name=f"R{n}")
+            status = 200 if n <= MAX_REFERENCE_LEVELS - 1 else 422
+            body = {"schema": unused, "references": [reference]}
+            answer = await client.ask("POST", f"/subjects/s{n}/versions", body, status=status)
+            if status == 422:
+                assert "levels deep" in answer["message"]
+                return
+        pytest.fail("all references were accepted")
 
 
 async def test_schemas_by_fingerprint() -> None:
