@@ -82,7 +82,7 @@ TOKEN_ISSUED = Gauge(
 SECRET_EXPIRY = Gauge(
     "penstock_secret_expiry_timestamp_seconds",
     "When a secret ends, if its file or variable has a line `# expires: …`. By pipe/destination and key of the pipe file; "
-    "`alarms`, `observer`, `kafka`; `ingest` and the id of an API key that has not expired (the next 100).",
+    "`alarms`, `observer`, `kafka`; `ingest`, `registry` or `table` and the id of a valid API key (the next 100).",
     ["name", "key"],
 )
 SECRET_WRITTEN = Gauge(

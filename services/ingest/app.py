@@ -14,6 +14,7 @@ import structlog
 from services.core.broker.producer import Producer
 from services.core.expected import show_expected
 from services.core.key_marks import KeyMarker
+from services.core.key_watch import watch_keys
 from services.core.ledger.reporter import Reporter, close_reporters, keep_reporting, new_instance
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
@@ -24,7 +25,6 @@ from services.ingest.access import Access
 from services.ingest.endpoint import Endpoint
 from services.ingest.http_server import HttpServer, Timeouts
 from services.ingest.intake import Intake
-from services.ingest.key_watch import watch_keys
 from services.ingest.metrics import NODE, StreamLedger
 from services.ingest.probe import Probe, flush_tallies
 from services.ingest.settings import IngestSettings
@@ -43,7 +43,7 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
     pipes = await asyncio.to_thread(load_pipes, settings.pipes)
     show_expected(pipes, ledger=settings.ledger)
     access = Access(None, quota_bytes=settings.quota_bytes)
-    keys = watch_keys(settings.keys, access) if settings.keys is not None else None
+    keys = watch_keys("ingest", settings.keys, access) if settings.keys is not None else None
     if keys is not None:
         await keys.load()
     openapi = await asyncio.to_thread(OPENAPI.read_bytes)

@@ -8,10 +8,10 @@ from pathlib import Path
 import structlog
 from aiohttp import web
 
-from services.core import metrics
 from services.core.address import is_loopback, parse_address
 from services.core.backoff import Backoff
 from services.core.expected import show_expected
+from services.core.key_watch import watch_keys
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.pipes import load_pipes
@@ -20,7 +20,7 @@ from services.core.yaml_source import BadConfiguration, Problem
 from services.registry.catalog import Catalog
 from services.registry.confluent_api import ConfluentApi
 from services.registry.fast_reads import Reads, serve_reads
-from services.registry.http import MAX_BODY_BYTES, Access, answer, watch_keys
+from services.registry.http import MAX_BODY_BYTES, Access, answer
 from services.registry.object_log import ObjectLog
 from services.registry.objects import StoreUnavailable, open_objects
 from services.registry.own_api import OwnApi
@@ -39,7 +39,7 @@ async def start(settings: RegistrySettings, supervision: Supervision) -> None:
     show_expected(pipes, ledger=settings.ledger)
     loopback = is_loopback(parse_address(settings.listen)[0])
     access = Access(frozenset(settings.names.split(",")) - {""}, loopback=loopback)
-    keys = watch_keys(settings.keys, access) if settings.keys is not None else None
+    keys = watch_keys("registry", settings.keys, access) if settings.keys is not None else None
     if keys is not None:
         await keys.load()
     elif not loopback:
@@ -85,13 +85,11 @@ async def load_when_reachable(entries: ObjectLog, readiness: Readiness, stopping
         try:
             await entries.load()
         except StoreUnavailable as error:
-            metrics.REGISTRY_STORE_UP.set(0)
             readiness.set_reason(f"the store cannot be read: {error}")
             if retry.fail():
                 log.warning("store_unavailable", error=str(error), hint="it is tried again")
             await retry.wait(stopping)
         else:
-            metrics.REGISTRY_STORE_UP.set(1)
             return True
     return False
 

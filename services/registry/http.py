@@ -1,9 +1,7 @@
 """The registry over HTTP: who may ask for what, bodies, answers, and refusals in the form that a path's clients know."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -12,10 +10,8 @@ from aiohttp import BasicAuth, web
 
 from services.core import metrics
 from services.core.address import LOOPBACK_NAMES, is_loopback_authority, is_named_authority
-from services.core.file_watch import FileWatch
-from services.core.keys import EVERY_STREAM, PREFIX, ApiKey, KeyRing, read_ring
+from services.core.keys import EVERY_STREAM, PREFIX, ApiKey, KeyRing
 from services.core.problem_type import CONTENT_TYPE, problem_json
-from services.core.yaml_source import BadConfiguration
 from services.registry import problems
 from services.registry.catalog import Schema
 from services.registry.entries import Damaged
@@ -36,7 +32,6 @@ RETRY_AFTER_S = 2
 FOR_EVER = {"Cache-Control": "private, max-age=31536000, immutable"}
 """Of an answer by fingerprint, which never changes. Private: who gets it may depend on the key."""
 _OWN = ("/v1/", "/openapi.json", "/page/")
-_STALE = "a key that was revoked since is still valid in this process. Try: correct the file, or restart the registry"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -97,7 +92,6 @@ def _explain(request: web.Request, error: Exception) -> Refused:
         case Refused():
             return error
         case StoreUnavailable():
-            metrics.REGISTRY_STORE_UP.set(0)
             return Refused(problems.STORE_UNAVAILABLE, f"{error}. The same request can be repeated.")
         case Damaged():
             return Refused(problems.STORE_DAMAGED, str(error))
@@ -219,22 +213,3 @@ def require_manage(request: web.Request, subject: str | None) -> None:
         raise Refused(problems.SCOPE_MISSING, "Only a key for every stream may change the defaults of all subjects.")
     if subject is not None and not covers(request, subject):
         raise Refused(problems.SUBJECT_NOT_FOUND, "The key does not cover such a subject.")
-
-
-def watch_keys(path: Path, access: Access, clock: Callable[[], float] = time.monotonic) -> FileWatch[KeyRing]:
-    """Sets `access.ring` whenever the file at `path` changes. `load` raises BadConfiguration."""
-
-    def use(ring: KeyRing) -> None:
-        access.ring = ring
-        log.info("keys_loaded", valid=len(ring))
-
-    return FileWatch(
-        f"the keys file {path}",
-        lambda known: read_ring(path, known),
-        use,
-        expected=BadConfiguration,
-        failed=metrics.REGISTRY_KEYS_FAILURES.inc,
-        stale=_STALE,
-        age=metrics.REGISTRY_KEYS_AGE,
-        clock=clock,
-    )

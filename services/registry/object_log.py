@@ -31,7 +31,7 @@ from services.registry.entries import (
     segment_name,
     store_entry,
 )
-from services.registry.objects import Objects, StoreUnavailable
+from services.registry.objects import Objects, StoreUnavailable, Watched
 
 log = structlog.get_logger()
 
@@ -53,7 +53,7 @@ class ObjectLog:
     """
 
     def __init__(self, objects: Objects, begin: Callable[[], None], apply: Callable[[Entry], None]) -> None:
-        self._objects, self._begin, self._apply = objects, begin, apply
+        self._objects, self._begin, self._apply = Watched(objects), begin, apply
         self.damage: dict[str, str] = {}
         self.incomplete = False
         self.on_reload: Callable[[], None] = lambda: None
@@ -61,6 +61,8 @@ class ObjectLog:
         """Held by the caller of `append` from its decision until the append."""
         self._reading = asyncio.Lock()
         self._skipped: set[int] = set()
+        self._links: set[int] = set()
+        """Entries whose next one was made behind another entry: one of the two was replaced."""
         self._pending: asyncio.Task[None] | None = None
         self._reset()
 
@@ -82,6 +84,7 @@ class ObjectLog:
             self._reset()
             self.damage, skipped = {}, self._skipped
             skipped.clear()
+            self._links.clear()
             await self._read_segments()
             while behind := await self._objects.names_after(entry_name(self.number)):
                 await self._read_to(int(behind[-1].rpartition("/")[2]))
@@ -150,18 +153,23 @@ class ObjectLog:
             await retry.wait(never)
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Verify every stored object once in a while, and load again when damage was mended. Until `stopping`."""
+        """Verify every stored object once in a while, load again when damage was mended, and ask the store whether anybody else
+        does or not, so that the metric shows when it answers again. Until `stopping`."""
         next_check = time.monotonic() + VERIFY_EVERY_S
         while not stopping.is_set():
             await wait_for_stop(stopping, MEND_EVERY_S)
             if stopping.is_set():
                 return
             try:
-                if self.damage:
+                if self.damage or self.incomplete:  # the latter alone: the store went away while it was read again
                     await self._mend()
                 elif time.monotonic() >= next_check:
                     await self.verify()
                     next_check = time.monotonic() + VERIFY_EVERY_S
+                else:
+                    await self.refresh()
+            except Damaged:
+                continue  # it is in `damage` now
             except StoreUnavailable as error:
                 log.warning("registry_store_unavailable", error=str(error), hint="it is tried again")
 
@@ -190,16 +198,26 @@ class ObjectLog:
     async def _mend(self) -> None:
         """Look at the damaged objects again. When all are whole, apply everything again."""
         names = list(self.damage)
-        for name, content in zip(names, await self._objects.get(names), strict=True):
-            folder, _, number = name.partition("/")
-            compare = self._compare if folder == "log" else _compare_segment
-            reason = compare(int(number), content)
+        for name in names:
+            reason = await self._look(name)
             if reason is not None:
                 self.damage[name] = reason
                 return
         log.info("registry_mended", objects=names)
         await self.load()
         self.on_reload()
+
+    async def _look(self, name: str) -> str | None:
+        """Why this object is still damaged."""
+        folder, _, digits = name.partition("/")
+        number = int(digits)
+        [content] = await self._objects.get([name])
+        if folder != "log":
+            return _compare_segment(number, content)
+        if number not in self._links:
+            return self._compare(number, content)
+        [following] = await self._objects.get([entry_name(number + 1)])
+        return _compare_link(number, content, following)
 
     async def _read_segments(self) -> None:
         names = await self._objects.names_after("segments/")
@@ -256,6 +274,7 @@ class ObjectLog:
     def _accept(self, stored: Stored) -> None:
         entry = stored.entry
         if self._hash and entry.previous != self._hash:
+            self._links.add(entry.number - 1)
             self._note(entry_name(entry.number - 1), _replaced(entry.number - 1))
         if entry.number % SEGMENT == 1:
             self._tail = []
@@ -296,6 +315,18 @@ class ObjectLog:
 
 def _replaced(number: int) -> str:
     return f"object {entry_name(number)} was replaced by another one. Try: restore it from a backup"
+
+
+def _compare_link(number: int, content: bytes | None, following: bytes | None) -> str | None:
+    """As long as the next entry was made behind another one, nobody knows which of the two is wrong."""
+    names = entry_name(number), entry_name(number + 1)
+    if content is None or following is None:
+        return str(missing(names[0] if content is None else names[1]))
+    try:
+        first, second = read_entry(names[0], number, content), read_entry(names[1], number + 1, following)
+    except Damaged as error:
+        return str(error)
+    return None if second.entry.previous == first.hash else _replaced(number)
 
 
 def _compare_segment(number: int, content: bytes | None) -> str | None:

@@ -8,7 +8,8 @@ does not sync it. No method repeats a failed request: only `ObjectLog` knows whe
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -17,6 +18,8 @@ from urllib.parse import unquote, urlsplit
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import AzureStore, GCSStore, S3Store, from_url
+
+from services.core import metrics
 
 T = TypeVar("T")
 
@@ -36,6 +39,8 @@ class Objects(Protocol):
     """A place for objects. A name is `folder/name`. The methods raise StoreUnavailable."""
 
     url: str
+    failed: str | None
+    """Why nothing can be created until a restart."""
 
     async def create(self, name: str, content: bytes) -> bool:
         """True: it is durable now. False: an object of this name exists already."""
@@ -67,6 +72,38 @@ def check_url(url: str) -> None:
         )
 
 
+class Watched:
+    """A store whose last answer is in the metric: 0 when it gave none, or when it can create nothing more."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects, self.url = objects, objects.url
+
+    @property
+    def failed(self) -> str | None:
+        return self._objects.failed
+
+    async def create(self, name: str, content: bytes) -> bool:
+        with self._show():
+            return await self._objects.create(name, content)
+
+    async def get(self, names: Sequence[str]) -> list[bytes | None]:
+        with self._show():
+            return await self._objects.get(names)
+
+    async def names_after(self, name: str) -> list[str]:
+        with self._show():
+            return await self._objects.names_after(name)
+
+    @contextmanager
+    def _show(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreUnavailable:
+            metrics.REGISTRY_STORE_UP.set(0)
+            raise
+        metrics.REGISTRY_STORE_UP.set(self.failed is None)
+
+
 class Folder:
     """Objects as files. An object appears whole and synced: a link to a file that was written and synced under another name.
 
@@ -75,7 +112,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._failed: str | None = None
+        self.failed: str | None = None
         self.url = f"file://{path}"
 
     async def create(self, name: str, content: bytes) -> bool:
@@ -94,8 +131,8 @@ class Folder:
             raise StoreUnavailable(f"{error.filename or self.url}: {error.strerror}") from error
 
     def _create(self, path: Path, content: bytes) -> bool:
-        if self._failed is not None:
-            raise StoreUnavailable(f"{self.url}: {self._failed}. Try: check the disk, then restart the registry")
+        if self.failed is not None:
+            raise StoreUnavailable(f"{self.url}: {self.failed}. Try: check the disk, then restart the registry")
         if not path.parent.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._sync(path.parent.parent)
@@ -141,7 +178,7 @@ class Folder:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            self._failed = f"a sync failed ({error.strerror})"
+            self.failed = f"a sync failed ({error.strerror})"
             raise
 
 
@@ -169,6 +206,7 @@ class Bucket:
         assert isinstance(store, S3Store | GCSStore | AzureStore), url
         self._store = store
         self._slots = asyncio.Semaphore(_AT_ONCE)
+        self.failed: str | None = None
         self.url = url
 
     async def create(self, name: str, content: bytes) -> bool:

@@ -1,16 +1,11 @@
 """Who may read which table: the API keys of ingest, with the scope `read`."""
 
-from collections.abc import Callable
-from pathlib import Path
 from urllib.parse import parse_qsl
 
 import structlog
 
-from services.core import metrics
 from services.core.address import LOOPBACK_NAMES, is_loopback_authority
-from services.core.file_watch import FileWatch
-from services.core.keys import PREFIX, ApiKey, KeyRing, read_ring
-from services.core.yaml_source import BadConfiguration
+from services.core.keys import PREFIX, ApiKey, KeyRing
 from services.table import problems
 from services.table.http_server import Request
 from services.table.problems import Refused
@@ -18,9 +13,6 @@ from services.table.problems import Refused
 log = structlog.get_logger()
 
 SCOPE = "read"
-_STALE = (
-    "a key that was revoked since is still valid in this process. Try: correct the file, or restart the table service"
-)
 
 
 class Access:
@@ -72,22 +64,3 @@ def _check_query(query: str) -> None:
                 "Proxies log URLs, so this key must be revoked. Send a new one as Bearer in the header Authorization."
             )
             raise Refused(problems.KEY_IN_URL, detail)
-
-
-def watch_keys(path: Path, access: Access, clock: Callable[[], float]) -> FileWatch[KeyRing]:
-    """Sets `access.ring` whenever the file at `path` changes. `load` raises BadConfiguration."""
-
-    def use(ring: KeyRing) -> None:
-        access.ring = ring
-        log.info("keys_loaded", valid=len(ring))
-
-    return FileWatch(
-        f"the keys file {path}",
-        lambda known: read_ring(path, known),
-        use,
-        expected=BadConfiguration,
-        failed=metrics.TABLE_KEYS_FAILURES.inc,
-        stale=_STALE,
-        age=metrics.TABLE_KEYS_AGE,
-        clock=clock,
-    )

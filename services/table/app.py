@@ -1,7 +1,6 @@
 """The table service as a whole: the order in which it opens its parts, and in which it stops. There is nothing to drain."""
 
 import asyncio
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -10,6 +9,7 @@ import structlog
 
 from services.core.expected import show_expected
 from services.core.folders import make_folder
+from services.core.key_watch import watch_keys
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.pipes import PipeFile, load_pipes
@@ -17,7 +17,7 @@ from services.core.progress import ProgressWatch
 from services.core.rights import rights_of
 from services.core.startup import Readiness, open_when_reachable, raise_file_limit
 from services.core.yaml_source import BadConfiguration, Problem
-from services.table.access import Access, watch_keys
+from services.table.access import Access
 from services.table.api import Api
 from services.table.follower import Follower
 from services.table.http_server import HttpServer
@@ -39,7 +39,7 @@ async def start(settings: TableSettings, supervision: Supervision) -> None:
     openapi = await asyncio.to_thread(OPENAPI.read_bytes)
     await asyncio.to_thread(_prepare, settings.data)
     access = Access()
-    keys = watch_keys(settings.keys, access, time.monotonic) if settings.keys is not None else None
+    keys = watch_keys("table", settings.keys, access) if settings.keys is not None else None
     if keys is not None:
         await keys.load()
         supervision.run(keys.run(stopping), "keys")

@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+import services.core.key_watch as key_watch
 import services.core.lifecycle as lifecycle
 import services.core.signing as signing
 import services.core.startup as startup
@@ -24,7 +25,6 @@ import services.fleet.plan as fleet_plan
 import services.fleet.topics as fleet_topics
 import services.global_retrier.app as retrier_app
 import services.ingest.app as ingest_app
-import services.ingest.key_watch as key_watch
 import services.observer.app as observer_app
 from services.core.broker.contract import Broker
 from services.core.broker.existing import NO_EXISTING, ExistingTopics

@@ -11,6 +11,7 @@ class MemoryObjects:
     created, and the answer is lost). away: nothing answers. created: the names, in order."""
 
     url = "memory"
+    failed: str | None = None
 
     def __init__(self) -> None:
         self.contents: dict[str, bytes] = {}

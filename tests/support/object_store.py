@@ -1,4 +1,8 @@
-"""S3 on this machine: moto's server behind a proxy that counts requests, and loses answers where a test says so."""
+"""S3 on this machine: moto's server behind a proxy that counts requests, and loses answers where a test says so.
+
+S3 creates an object under a condition in one step. moto looks first and stores then, so two creators at the same moment both
+succeed. The proxy sends it one PUT at a time.
+"""
 
 import http.client
 import sys
@@ -6,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +25,14 @@ BUCKET = "checkpoints"
 _READY_S = 120.0
 
 
+class _Proxy(ThreadingHTTPServer):
+    """Says nothing about clients that were killed."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class ObjectStoreServer:
     """A context manager. url: of the proxy. requests: by method, since the last `clear`. lose: whether to lose this answer."""
 
@@ -28,7 +41,8 @@ class ObjectStoreServer:
         self._log = folder / "moto.log"
         self.requests: Counter[str] = Counter()
         self.lose: Callable[[str, str], bool] = lambda _method, _path: False
-        self._proxy = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._puts = threading.Lock()
+        self._proxy = _Proxy(("127.0.0.1", 0), self._handler())
         self._proxy.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._proxy.server_address[1]}"
 
@@ -78,9 +92,10 @@ class ObjectStoreServer:
                 upstream = http.client.HTTPConnection("127.0.0.1", server._port, timeout=60)
                 try:
                     headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
-                    upstream.request(self.command, self.path, body, headers)
-                    answer = upstream.getresponse()
-                    content = answer.read()
+                    with server._puts if self.command == "PUT" else nullcontext():
+                        upstream.request(self.command, self.path, body, headers)
+                        answer = upstream.getresponse()
+                        content = answer.read()
                 except OSError:
                     self.close_connection = True
                     return

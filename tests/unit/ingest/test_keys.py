@@ -18,14 +18,13 @@ import yaml
 from prometheus_client import REGISTRY
 from pydantic import ValidationError
 
-from services.core import file_watch
+from services.core import file_watch, key_watch
 from services.core.file_watch import FileWatch
+from services.core.key_watch import watch_keys
 from services.core.keys import ApiKey, KeyRing, add_key, expire_key, load_keys, make_key, read_ring, revoke_key
 from services.core.times import format_time
 from services.core.yaml_source import BadConfiguration
-from services.ingest import key_watch
 from services.ingest.access import Access
-from services.ingest.key_watch import watch_keys
 
 CREATED = "2026-01-02T03:04:05Z"
 
@@ -156,7 +155,8 @@ def test_a_date_that_nobody_can_read_is_refused(date: str) -> None:
         make_key(streams=["orders"], created=CREATED, expires=date)
 
 
-async def test_the_ends_of_keys_are_shown(tmp_path: Path) -> None:
+@pytest.mark.parametrize("service", ["ingest", "registry", "table"])
+async def test_the_ends_of_keys_are_shown(tmp_path: Path, service: str) -> None:
     """Broken: a key ends, and no alert came before; or the alert of a key that was revoked, prolonged or has ended stays."""
     path = tmp_path / "keys.yaml"
     soon, late = (
@@ -167,14 +167,14 @@ async def test_the_ends_of_keys_are_shown(tmp_path: Path) -> None:
         await asyncio.to_thread(add_key, path, entry)
 
     def shown(entry: ApiKey) -> list[float | None]:
-        labels = {"name": "ingest", "key": entry.id}
+        labels = {"name": service, "key": entry.id}
         return [
             REGISTRY.get_sample_value(f"penstock_secret_{word}_timestamp_seconds", labels)
             for word in ("expiry", "written")
         ]
 
     access = Access(KeyRing([]))
-    watch = watch_keys(path, access)
+    watch = watch_keys(service, path, access)
     await watch.load()
     assert shown(late) == [late.until, 1767323045.0]
     while shown(soon) != [None, None]:  # the same file: only the time has passed
@@ -241,7 +241,7 @@ class Watched:
 async def watched(path: Path) -> AsyncIterator[Watched]:
     """Watch a keys file that exists until the context is left."""
     access, clock, stopping = Access(KeyRing([])), Clock(), asyncio.Event()
-    watch = watch_keys(path, access, clock)
+    watch = watch_keys("ingest", path, access, clock)
     await watch.load()
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         group.create_task(watch.run(stopping))

@@ -141,6 +141,69 @@ async def test_an_altered_object_is_loud_and_blocks_registrations() -> None:
     assert await reader.add("d") == 4
 
 
+@pytest.mark.parametrize("restored", [2, 3])
+async def test_a_replaced_object_is_mended_whichever_of_the_two_it_was(restored: int) -> None:
+    """A failure means that the damage ends although it is there, or stays after the repair until a restart."""
+    objects = MemoryObjects()
+    member = await opened(objects)
+    for name in "abcd":
+        await member.add(name)
+    before, other = objects.contents[entry_name(restored)], MemoryObjects()
+    stranger = await opened(other)
+    for name in "wxyz":
+        await stranger.add(name)
+    objects.contents[entry_name(restored)] = other.contents[entry_name(restored)]
+    reader = await opened(objects)
+    assert entry_name(restored) in reader.log.damage
+    await reader.log._mend()
+    assert entry_name(restored) in reader.log.damage
+    objects.contents[entry_name(restored)] = before
+    await reader.log._mend()
+    assert (reader.log.damage, metrics.REGISTRY_DAMAGED._value.get()) == ({}, 0)
+    assert await reader.add("e") == 5
+
+
+async def test_a_store_that_answers_again_is_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that the metric, and readiness, speak of a store that is away until somebody restarts the registry."""
+    monkeypatch.setattr(object_log, "MEND_EVERY_S", 0.001)
+    objects, stopping = MemoryObjects(), asyncio.Event()
+    member = await opened(objects)
+    for name in "abc":
+        await member.add(name)
+    before = objects.alter(entry_name(2))
+    reader = await opened(objects)
+    shown = metrics.REGISTRY_STORE_UP._value.get
+
+    def incomplete() -> bool:
+        return reader.log.incomplete
+
+    assert (shown(), incomplete()) == (1, True)
+    real = objects.names_after
+
+    async def fails(name: str) -> list[str]:
+        objects.names_after, objects.away = real, True  # type: ignore[method-assign]
+        return await real(name)
+
+    objects.names_after = fails  # type: ignore[method-assign]  # the store goes away while everything is read again
+    objects.contents[entry_name(2)] = before
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        group.create_task(reader.log.run(stopping))
+        while shown():
+            await asyncio.sleep(0.001)
+        assert incomplete()
+        objects.away = False
+        while incomplete() or not shown():
+            await asyncio.sleep(0.001)
+        assert set(reader.catalog.by_id) == {1, 2, 3}
+        objects.away = True  # nobody asks for anything: only the registry itself finds out
+        while shown():
+            await asyncio.sleep(0.001)
+        objects.away = False
+        while not shown():
+            await asyncio.sleep(0.001)
+        stopping.set()
+
+
 async def test_a_missing_object_is_no_end_of_the_log() -> None:
     """A failure means that ids behind a deleted object are given a second time."""
     objects = MemoryObjects()

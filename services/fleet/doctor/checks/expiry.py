@@ -120,7 +120,7 @@ def find_expiring_secrets(facts: Facts) -> Iterator[Finding]:
     written = _newest_of(facts, "penstock_secret_written_timestamp_seconds")
     for (name, key), until in sorted(_ends_of_secrets(facts).items()):
         left, soon = until - facts.now, SOON_DAYS * 86400
-        if name == _INGEST and (name, key) in written:
+        if name in _WITH_KEYS and (name, key) in written:
             soon = min(soon, LAST_SHARE * (until - written[name, key]))
         if left <= soon:
             ends = f"expires in {format_span(left)}" if left > 0 else f"expired {format_span(-left)} ago, by its date"
@@ -150,15 +150,16 @@ def said_to_end(facts: Facts, lane: str) -> list[str]:
     ]
 
 
-_INGEST = "ingest"
+_WITH_KEYS = ("ingest", "registry", "table")
+"""Services that show the ends of API keys."""
 
 
 def _secret(name: str, key: str) -> str:
-    return f"the API key {key}" if name == _INGEST else f"the secret of {name} ({key})"
+    return f"the API key {key}" if name in _WITH_KEYS else f"the secret of {name} ({key})"
 
 
 def _secret_ends(name: str, key: str, until: float, ends: str) -> Finding:
-    if name == _INGEST:
+    if name in _WITH_KEYS:
         what, first = "expires", f"penstock keys create …   # for the owner of {key} in `penstock keys list`, in time"
     else:
         what = "# expires"

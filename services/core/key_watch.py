@@ -1,11 +1,16 @@
-"""Watches the keys file: a new, changed or revoked key counts within seconds, without a restart."""
+"""Watches the keys file of a service: a new, changed or revoked key counts within seconds, without a restart.
+
+The metrics show when the keys expire, under the service's name.
+"""
 
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import structlog
+from prometheus_client import Counter, Gauge
 
 from services.core import metrics
 from services.core.expiry import show_secret
@@ -13,20 +18,29 @@ from services.core.file_watch import FileWatch
 from services.core.keys import ApiKey, KeyRing, read_ring
 from services.core.times import parse_date
 from services.core.yaml_source import BadConfiguration
-from services.ingest.access import Access
 
 log = structlog.get_logger()
 
 _MOST_SHOWN = 100
-_STALE = "a key that was revoked since is still valid in this process. Try: correct the file, or restart ingest"
+_METRICS: dict[str, tuple[Gauge, Counter]] = {
+    "ingest": (metrics.INGEST_KEYS_AGE, metrics.INGEST_KEYS_FAILURES),
+    "registry": (metrics.REGISTRY_KEYS_AGE, metrics.REGISTRY_KEYS_FAILURES),
+    "table": (metrics.TABLE_KEYS_AGE, metrics.TABLE_KEYS_FAILURES),
+}
 
 
-def watch_keys(path: Path, access: Access, clock: Callable[[], float] = time.monotonic) -> FileWatch[KeyRing]:
-    """Sets `access.ring` whenever the file at `path` changes. `load` raises BadConfiguration.
+class HasRing(Protocol):
+    """Who checks keys. ring: may be replaced at any time; None: no key is needed."""
 
-    The metrics show when the keys expire.
-    """
-    terms = _Terms()
+    ring: KeyRing | None
+
+
+def watch_keys(
+    service: str, path: Path, access: HasRing, clock: Callable[[], float] = time.monotonic
+) -> FileWatch[KeyRing]:
+    """Sets `access.ring` whenever the file at `path` changes. `load` raises BadConfiguration."""
+    age, failures = _METRICS[service]
+    terms = _Terms(service)
 
     def read(known: bytes) -> tuple[bytes, KeyRing] | None:
         found = read_ring(path, known)
@@ -44,9 +58,10 @@ def watch_keys(path: Path, access: Access, clock: Callable[[], float] = time.mon
         read,
         use,
         expected=BadConfiguration,
-        failed=metrics.INGEST_KEYS_FAILURES.inc,
-        stale=_STALE,
-        age=metrics.INGEST_KEYS_AGE,
+        failed=failures.inc,
+        stale="a key that was revoked since is still valid in this process. "
+        f"Try: correct the file, or restart the service {service}",
+        age=age,
         clock=clock,
     )
 
@@ -54,7 +69,8 @@ def watch_keys(path: Path, access: Access, clock: Callable[[], float] = time.mon
 class _Terms:
     """The ends of the keys in the metrics. A key that has expired is no longer there: its client gets a 401."""
 
-    def __init__(self) -> None:
+    def __init__(self, service: str) -> None:
+        self._service = service
         self._shown: dict[str, ApiKey] = {}
 
     def show(self, ring: KeyRing) -> None:
@@ -62,9 +78,9 @@ class _Terms:
         if current == self._shown:
             return
         for key_id in self._shown.keys() - current.keys():
-            show_secret("ingest", key_id, None, None)
+            show_secret(self._service, key_id, None, None)
         for key in current.values():
-            show_secret("ingest", key.id, key.until, _made(key))
+            show_secret(self._service, key.id, key.until, _made(key))
         self._shown = current
 
 
