@@ -75,6 +75,7 @@ class Follower:
         self._checked_at = float("-inf")
         self._saved = 0
         self._rebuild: Rebuild | None = None
+        metrics.TABLE_RECORDS.labels(stream)  # 0, not nothing: an alert compares it
 
     # For readers.
 
@@ -157,6 +158,7 @@ class Follower:
             except (BrokerError, OSError) as error:
                 self._explain(error, is_new=retry.fail())
                 await retry.wait(stopping)
+            self._measure()
             self.turns.next()
 
     async def close(self) -> None:
@@ -210,8 +212,13 @@ class Follower:
                 self._reach(partition, asked)
         if asked - self._saved > self.max_age_ms / 10 or asked - self._saved > 60_000:
             await self._save(asked)
-        metrics.TABLE_BEHIND.labels(self.stream).set(max(0, now_ms() - self.fresh_ms) / 1000)
+        self._measure()
         return moved
+
+    def _measure(self) -> None:
+        """Also while the broker does not answer: how far a table is behind that stands still must grow."""
+        if self.fresh:
+            metrics.TABLE_BEHIND.labels(self.stream).set(max(0, now_ms() - self.fresh_ms) / 1000)
 
     def _reach(self, partition: int, asked: int) -> None:
         """The table has all that the partition held at `asked`. Raises Rebuild when a tombstone may be missing."""
@@ -252,6 +259,7 @@ class Follower:
         position = Position(piece.next, self.fresh[piece.partition])
         await self._blocking(lambda: store.apply(piece.partition, piece.changes, position))
         self.nexts[piece.partition] = piece.next
+        self._measure()
         self._recent.append(piece)
         self._recent_bytes += piece.size
         while (self._recent_bytes > RECENT_BYTES and len(self._recent) > 1) or len(self._recent) > 1000:

@@ -158,6 +158,7 @@ MUTES = {
     "DiskFull": (("folder", "host"), ("DiskFills",)),
     "EveryDestinationDown": ((), ("DestinationDown",)),
     "CertificateExpired": (("name", "key"), ("CertificateExpires",)),
+    "StreamTableStuck": (("stream",), ("StreamTableBehind",)),
 }
 """By the alert that explains others: the labels that both have with one value, and the others."""
 

@@ -9,6 +9,7 @@ from services.fleet.doctor.checks import (
     processes,
     receivers,
     scaling,
+    tables,
     transforms,
 )
 from services.fleet.doctor.diagnosis import Check
@@ -24,6 +25,7 @@ _FLOW = (
     "transform-down",
     "transform-stuck",
     "transform-fails",
+    "table-behind",
     "stalled",
     "retention",
 )
@@ -157,6 +159,13 @@ CHECKS = (
         frozenset(("processes-not-ready", "retrier-stuck", "loss", "minutes-open")),
     ),
     Check("retrier-stuck", "PenstockRetrierStuck", events.find_retrier_stuck, frozenset(("loss",))),
+    Check(
+        "table-rebuilt",
+        "PenstockStreamTableRebuilt",
+        tables.find_rebuilt,
+        frozenset(("table-behind", "processes-not-ready")),
+    ),
+    Check("table-behind", "PenstockStreamTableBehind", tables.find_behind, frozenset(("processes-not-ready",))),
     Check("processes-not-ready", "PenstockNotReady", processes.find_unready, frozenset((*_FLOW, *_JUDGED))),
     Check("stalled", "PenstockLaneStuck", events.find_stalled, frozenset(("retention", "minutes-open"))),
     Check("retention", "PenstockLagOld", broker.find_retention),
@@ -169,6 +178,7 @@ CHECKS = (
     Check("alarms-untold", "PenstockAlarmsUntold", ledger.find_untold),
     Check("reports-gone", "PenstockReportsGone", ledger.find_gone_reports),
     Check("table-old", "PenstockTableOld", transforms.find_old_tables),
+    Check("table-clients-cut", "PenstockStreamTableClientsCut", tables.find_cut),
     Check("schemas-damaged", "PenstockSchemasDamaged", processes.find_damaged_schemas),
     Check("disk-nearly-full", "PenstockDiskFills", machine.find_little_room),
     Check("certificate-expires", "PenstockCertificateExpires", expiry.find_expiring),

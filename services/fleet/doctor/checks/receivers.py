@@ -19,6 +19,7 @@ _AGES = {
     "penstock_signing_keys_age_seconds": "a signing secret",
     "penstock_credentials_age_seconds": "a credential",
     "penstock_observer_tokens_age_seconds": "the observer's tokens",
+    "penstock_table_keys_age_seconds": "the API keys of the table service",
 }
 _DELIVERED = "delivered"
 _GRANTED = "ok"

@@ -69,6 +69,8 @@ UNTOLD, GONE = "penstock_ledger_alarms_untold_total", "penstock_ledger_reports_g
 UNJUDGED, FAILURES = "penstock_ledger_unjudged_minutes_total", "penstock_autoscaler_group_failures_total"
 QUERY, LARGE = "penstock_transform_query_failures_total", {"pipe": "large"}
 STREAM = {"stream": "orders"}
+BEHIND, REBUILT = "penstock_table_behind_seconds", "penstock_table_rebuilds_total"
+CUT, SLOW = "penstock_table_connections_cut_off_total", {"reason": "slow_client"}
 FAULTS: tuple[tuple[str, Change, str, str], ...] = (
     ("AutoscalerDown", reports(at_ms=int((NOW - 1800) * 1000)), "autoscaler-away", "30 minutes ago"),
     (
@@ -140,6 +142,32 @@ FAULTS: tuple[tuple[str, Change, str, str], ...] = (
         "table-old",
         "it is read every 60 s",
     ),
+    ("StreamTableStuck", counted("ingest", BEHIND, STREAM, 75, 80), "table-behind", "0 records read in 5 s"),
+    (
+        "StreamTableBehind",
+        all_of(
+            counted("ingest", BEHIND, STREAM, 75, 80),
+            counted("ingest", "penstock_table_records_total", STREAM, 100, 900),
+        ),
+        "table-behind",
+        "800 records read in 5 s",
+    ),
+    (
+        "StreamTableRebuilt",
+        counted(
+            "ingest",
+            REBUILT,
+            {**STREAM, "reason": "damaged_file"},
+            1,
+            1,
+            event="table_rebuilt",
+            age=60,
+            stream="orders",
+        ),
+        "table-rebuilt",
+        "the last 60 s ago",
+    ),
+    ("StreamTableClientsCut", counted("ingest", CUT, SLOW, 10, 30), "table-clients-cut", "in 5 s"),
     (
         "TransformFails",
         counted(
@@ -263,6 +291,8 @@ HARMLESS: tuple[tuple[str, Change], ...] = (
         "a table that was late once",
         counted("transform", "penstock_transform_table_age_seconds", {"table": "rates"}, 300, 305),
     ),
+    ("a table that is a moment behind", counted("ingest", BEHIND, STREAM, 20, 25)),
+    ("a slow client", counted("ingest", CUT, SLOW, 1, 2)),
     ("a query that failed once", counted("transform", QUERY, LARGE, 1, 1, event="query_failed", age=30, **LARGE)),
     (
         "queries that failed an hour ago",
