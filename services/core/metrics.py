@@ -602,7 +602,10 @@ TABLE_REBUILDS = Counter(
     "Times that a table was built again from the beginning of its stream, by reason. The log has the details.",
     ["stream", "reason"],
 )
-TABLE_FAILURES = Counter(
+TABLE_REBUILT = Gauge(
+    "penstock_table_rebuilt_timestamp_seconds", "When the table was last built again, by reason.", ["stream", "reason"]
+)
+TABLE_READ_FAILURES = Counter(
     "penstock_table_read_failures", "Failed reads of the stream, by reason. They are repeated.", ["stream", "reason"]
 )
 TABLE_KEYS = Gauge("penstock_table_keys", "Keys in the table, as of the last minute.", ["stream"])

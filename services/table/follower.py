@@ -290,6 +290,7 @@ class Follower:
 
     async def _begin_again(self, rebuild: Rebuild) -> None:
         metrics.TABLE_REBUILDS.labels(self.stream, rebuild.reason).inc()
+        metrics.TABLE_REBUILT.labels(self.stream, rebuild.reason).set(now_ms() / 1000)
         hint = "the table is built again from the beginning of the stream; it answers with 503 meanwhile"
         log.error("table_rebuilt", stream=self.stream, reason=rebuild.reason, detail=str(rebuild), hint=hint)
         await self.close()
@@ -308,10 +309,10 @@ class Follower:
             return
         self.trouble = str(error)
         if isinstance(error, DataDamaged):
-            metrics.TABLE_FAILURES.labels(self.stream, "damaged_record").inc()
+            metrics.TABLE_READ_FAILURES.labels(self.stream, "damaged_record").inc()
         else:
             kind = "unknown_topic" if isinstance(error, UnknownTopic) else "broker"
-            metrics.TABLE_FAILURES.labels(self.stream, kind).inc()
+            metrics.TABLE_READ_FAILURES.labels(self.stream, kind).inc()
         if is_new or isinstance(error, DataDamaged):
             log.error(
                 "table_waits", stream=self.stream, error=str(error), hint="it is tried again; the table falls behind"

@@ -1,5 +1,6 @@
 """What is generated from the code is up to date, and says what the code does."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -21,6 +22,14 @@ SCHEMA: dict[str, Any] = json.loads((ROOT / "schema" / "pipes.schema.json").read
 def test_generated_files_are_up_to_date(path: Path) -> None:
     """Broken: editors and operators are told what was true once. Try: .venv/bin/python infra/dev/write_generated.py"""
     assert path.read_text(encoding="utf-8") == FILES[path]()
+
+
+def test_no_metric_hides_another() -> None:
+    """Broken: two metrics have one name in the code. Whoever uses the former fails, and its row is missing in docs/metrics.md."""
+    tree = ast.parse((ROOT / "services" / "core" / "metrics.py").read_text())
+    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    names = [target.id for target in targets if isinstance(target, ast.Name)]
+    assert len(names) == len(set(names)) > 50
 
 
 def test_default_file_is_the_defaults(tmp_path: Path) -> None:
