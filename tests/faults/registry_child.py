@@ -12,6 +12,8 @@ import json
 import os
 import sys
 
+import structlog
+
 from services.registry.catalog import Catalog
 from services.registry.object_log import ObjectLog
 from services.registry.objects import StoreUnavailable, open_objects
@@ -54,4 +56,5 @@ async def register(url: str, name: str, count: int, subjects: int) -> None:
 
 
 if __name__ == "__main__":
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout has the answers alone
     asyncio.run(register(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
