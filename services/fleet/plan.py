@@ -9,6 +9,7 @@ from services.core.address import parse_address
 from services.core.pipes import PipeFile
 from services.core.snapshot import SNAPSHOT_VARIABLE, copy_in
 from services.core.units import format_duration
+from services.fleet.backup.manifest import SCHEMAS
 from services.fleet.folder import OBSERVER_TOKEN_FILE, STATE_FILE, TABLES_FOLDER
 from services.fleet.ports import free_port
 from services.fleet.process import ServiceSpec
@@ -72,7 +73,7 @@ def make_plan(
     registry = None if settings.registry is None else _with_port(settings.registry)
     services = []
     if registry is not None:
-        store = f"file://{quote(str(data / 'schemas'))}"
+        store = f"file://{quote(str(data / SCHEMAS))}"
         services.append(_spec("registry", 1, "services.registry", [*shared, "--listen", registry, "--store", store]))
     services += [_spec("observer", 1, "services.observer", [*shared, "--listen", observer, "--token-file", token])]
     if has_retrier:

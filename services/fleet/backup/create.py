@@ -26,7 +26,8 @@ from services.core.times import format_time
 from services.core.version import VERSION
 from services.core.yaml_source import BadConfiguration
 from services.fleet.backup.checkpoints import CheckpointState, copy_checkpoint, read_checkpoints
-from services.fleet.backup.manifest import CHECKPOINTS, CONFIG, FORMAT, LOG, Manifest, seal
+from services.fleet.backup.manifest import CHECKPOINTS, CONFIG, FORMAT, LOG, SCHEMAS, Manifest, seal
+from services.fleet.backup.schemas import copy_schemas
 from services.fleet.folder import checkpoint_root
 from services.fleet.problem import CommandFailed
 from services.fleet.topics import SNAPSHOT
@@ -131,6 +132,9 @@ def _copy(source: Source, draft: Path, show: Show) -> tuple[Manifest, float]:
     else:
         states = _read_states(root)
         _copy_checkpoints(states, draft)
+    schemas = copy_schemas(
+        source.data.absolute() / SCHEMAS, draft / SCHEMAS
+    )  # last: they have the schemas of all events
     pipes = original_of(source.pipes) or source.pipes.absolute()
     names = _copy_configuration(contents, draft)
     manifest = Manifest(
@@ -145,6 +149,7 @@ def _copy(source: Source, draft: Path, show: Show) -> tuple[Manifest, float]:
         config=names.get(pipes),
         left_out=[*_elsewhere(kind, root), *_secrets(pipes, contents)],
         files=[],
+        schemas=schemas,
     )
     return manifest, held_s
 

@@ -4,6 +4,7 @@
 <name>/manifest.sha256     the hash of the manifest, as sha256sum writes it
 <name>/log/<topic>.db      the records of a topic of the embedded log
 <name>/checkpoints/<pipe>/ the checkpoint of a transform
+<name>/schemas/            the entries of the registry, and its segments
 <name>/config/             the pipe file, the settings file and Python files, in their order of folders
 """
 
@@ -21,7 +22,7 @@ from services.fleet.problem import CommandFailed
 
 FORMAT = 1
 MANIFEST, MANIFEST_HASH = "manifest.json", "manifest.sha256"
-LOG, CHECKPOINTS, CONFIG = "log", "checkpoints", "config"
+LOG, CHECKPOINTS, CONFIG, SCHEMAS = "log", "checkpoints", "config", "schemas"
 _CHUNK = 1 << 20
 
 
@@ -60,6 +61,8 @@ class Manifest(msgspec.Struct, frozen=True):
     config: str | None
     left_out: list[str]
     files: list[FileCopy]
+    schemas: int = 0
+    """Entries of the registry's log. Backups of version 0.1 have none."""
 
     @property
     def bytes(self) -> int:

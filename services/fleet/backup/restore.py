@@ -29,6 +29,7 @@ from services.fleet.backup.manifest import (
     LOG,
     MANIFEST,
     MANIFEST_HASH,
+    SCHEMAS,
     FileCopy,
     Manifest,
     hash_file,
@@ -37,6 +38,7 @@ from services.fleet.backup.manifest import (
     sync_file,
     write_file,
 )
+from services.fleet.backup.schemas import check_schemas
 from services.fleet.folder import RESTORED_FILE, UNFINISHED_RESTORE, Restored, hold_folder
 from services.fleet.problem import CommandFailed
 
@@ -71,6 +73,7 @@ def check_backup(folder: Path, show: Callable[[int], None]) -> Checked:
         path = folder / LOG / f"{topic.topic}.db"
         if path.exists():
             problems += check_topic(path, topic, lambda _records: None)
+    problems += check_schemas(folder / SCHEMAS, manifest.schemas)
     return Checked(manifest, problems)
 
 
@@ -136,7 +139,7 @@ def _unfinished(data: Path) -> Iterator[Path]:
 def _copy_file(folder: Path, file: FileCopy, draft: Path, show: Callable[[int], None]) -> None:
     """Raises CommandFailed unless the copied bytes have the manifest's hash."""
     parts = Path(file.path).parts
-    if parts[0] not in (LOG, CHECKPOINTS, CONFIG) or ".." in parts:
+    if parts[0] not in (LOG, CHECKPOINTS, CONFIG, SCHEMAS) or ".." in parts:
         raise CommandFailed(f"the manifest names a file outside of the backup: {file.path}", "another backup")
     to = draft.joinpath(LOG, "topics", *parts[1:]) if parts[0] == LOG else draft.joinpath(*parts)
     make_folder(to.parent, mode=0o700)

@@ -40,7 +40,7 @@ def create(
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
-    """Copy the log, the transforms' checkpoints and the configuration, as they are at one moment. The fleet may run meanwhile.
+    """Copy the log, the checkpoints, the schemas and the configuration, as they are at one moment. The fleet may run meanwhile.
 
     Nothing that was acknowledged before the command began is missing in the copy. Secrets are not copied. With Kafka or Kinesis
     the topics are not copied either: the broker keeps them.
@@ -69,6 +69,7 @@ def summary(manifest: Manifest) -> dict[str, Any]:
         "records": 0 if log is None else log.records,
         "unread": {} if log is None else log.unread(),
         "checkpoints": [one.pipe for one in manifest.checkpoints],
+        "schema_entries": manifest.schemas,
         "left_out": manifest.left_out,
     }
 
@@ -91,6 +92,8 @@ def _contents(manifest: Manifest) -> str:
         )
     if manifest.checkpoints:
         parts.append(format_count(len(manifest.checkpoints), "checkpoint"))
+    if manifest.schemas:
+        parts.append("the schemas")
     if manifest.config is not None:
         parts.append("the configuration")
     return ", ".join(parts) or "nothing"

@@ -1,5 +1,6 @@
 """`penstock backup`: what was acknowledged before it began is in it; half a backup is none; a restore replaces nothing."""
 
+import asyncio
 import json
 import os
 import random
@@ -37,6 +38,8 @@ from services.fleet.backup.manifest import read_manifest
 from services.fleet.backup.restore import check_backup, restore_backup
 from services.fleet.folder import FleetState, describe_loss, hold_folder, take_restored, write_state
 from services.fleet.problem import CommandFailed
+from services.registry import entries, object_log
+from tests.faults.registry_child import make_schema, open_registrar
 from tests.unit.fleet.test_cli import Shell, shell
 from tests.unit.log.sample import SetClock
 
@@ -510,6 +513,48 @@ def test_a_restored_checkpoint_belongs_to_the_restored_log(tmp_path: Path) -> No
         assert "b" * 32 in (folder / "offsets" / str(batch)).read_text()
         assert not (folder / "offsets" / f".{batch}.crc").exists()
     assert "a" * 32 not in (folder / "penstock.json").read_text()
+
+
+# The schemas.
+
+
+def test_the_schemas_are_those_of_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: after a restore the ids in events mean nothing, or a copy made beside a working registry is damaged."""
+    monkeypatch.setattr(entries, "SEGMENT", 2)
+    monkeypatch.setattr(object_log, "SEGMENT", 2)
+    store, copyfile = tmp_path / "data" / "schemas", shutil.copyfile
+
+    async def register(folder: Path, *numbers: int) -> list[int]:
+        registrar = await open_registrar(f"file://{folder}")
+        assert not registrar.log.damage
+        texts = [await registrar.read(make_schema("a", number)) for number in numbers]
+        return [(await registrar.register("s", text, "")).schema.id for text in texts]
+
+    def beside(source: Path, target: Path) -> object:
+        monkeypatch.setattr(shutil, "copyfile", copyfile)
+        assert asyncio.run(register(store, 4)) == [4]  # with it a segment
+        return copyfile(source, target)
+
+    assert asyncio.run(register(store, 1, 2, 3)) == [1, 2, 3]
+    (store / "log" / ".new-000000000004-aa").write_bytes(b"left by a killed registry")
+    DataFolder.prepare(tmp_path / "data" / "log")
+    (tmp_path / "data" / "log" / "topics").mkdir(exist_ok=True)
+    monkeypatch.setattr(shutil, "copyfile", beside)
+    made = make(tmp_path / "data", tmp_path / "backups")
+    names = sorted(
+        str(path.relative_to(made.folder)) for path in (made.folder / "schemas").rglob("*") if path.is_file()
+    )
+    assert names == [*(f"schemas/log/{number:012d}" for number in (1, 2, 3)), f"schemas/segments/{0:012d}"]
+    assert (made.manifest.schemas, check_backup(made.folder, nothing).problems) == (3, [])
+    restore_backup(made.folder, tmp_path / "new", "me", nothing)
+    assert asyncio.run(register(tmp_path / "new" / "schemas", 3, 2, 1, 7)) == [3, 2, 1, 4]
+    second = store / "log" / f"{2:012d}"
+    second.write_bytes(second.read_bytes().replace(b"t", b"T", 1))
+    with pytest.raises(CommandFailed, match=f"schemas/log/{2:012d} is altered"):
+        make(tmp_path / "data", tmp_path / "backups")
+    second.unlink()
+    with pytest.raises(CommandFailed, match="without a gap"):
+        make(tmp_path / "data", tmp_path / "backups")
 
 
 # The commands.
