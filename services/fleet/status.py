@@ -57,7 +57,7 @@ async def read_status(state: FleetState, previous: Sample | None) -> StatusReadi
 
 
 async def summarise(reading: StatusReading, pipes: PipeFile) -> dict[str, Any]:
-    """The status as JSON: `streams`, `transforms`, `destinations`, `processes`, and `retrier` or null.
+    """The status as JSON: `streams`, `tables`, `transforms`, `destinations`, `processes`, and `retrier` or null.
 
     Counters are of the processes that run now: they count from `since`, the start of the fleet (null: unknown), or from the
     process's restart. `lag_ms` is the age of the oldest event that is not settled, by its own time.
@@ -80,6 +80,7 @@ async def summarise(reading: StatusReading, pipes: PipeFile) -> dict[str, Any]:
         "observer": reading.state.observer,
         "since": await asyncio.to_thread(_started, reading.state.pid),
         "streams": [_stream(reading, name) for name in own_streams(pipes)],
+        "tables": [_table(reading, name) for name, stream in pipes.streams.items() if stream.compact],
         "transforms": [
             _transform(reading, name, pauses) for name, pipe in pipes.pipes.items() if pipe.transform is not None
         ],
@@ -109,6 +110,31 @@ def _stream(reading: StatusReading, name: str) -> dict[str, Any]:
         "rate": reading.rate("penstock_ingest_events_accepted_total", stream=name),
         "ingest_time_ms": quantiles(sample.lag("penstock_ingest_time_seconds", stream=name)),
     }
+
+
+def _table(reading: StatusReading, stream: str) -> dict[str, Any]:
+    """rows, behind_ms: null before a table service has opened the table. rebuilt: since its process was started."""
+    sample = reading.sample
+    rows = _gauges(sample, "penstock_table_keys", stream)
+    behind = _gauges(sample, "penstock_table_behind_seconds", stream)
+    rebuilt = _gauges(sample, "penstock_table_rebuilt_timestamp_seconds", stream)
+    at, reason = max(((value, labels["reason"]) for labels, value in rebuilt), default=(0.0, ""))
+    return {
+        "table": stream,
+        "rows": int(rows[0][1]) if rows else None,
+        "behind_ms": round(behind[0][1] * 1000) if behind else None,
+        "rate": reading.rate("penstock_table_records_total", stream=stream),
+        "rebuilt": {"at": format_time(int(at * 1000)), "reason": reason} if at else None,
+    }
+
+
+def _gauges(sample: Sample, metric: str, stream: str) -> list[tuple[dict[str, str], float]]:
+    """Those of a stream, with their labels."""
+    return [
+        (dict(labels), value)
+        for (name, labels), value in sample.values.items()
+        if name == metric and ("stream", stream) in labels
+    ]
 
 
 def _transform(reading: StatusReading, pipe: str, pauses: Mapping[str, Pause]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from services.fleet.console import make_table
 from services.fleet.dead.view import plain
 
 _NOT_KNOWN = "not yet"
+_FAR_MS = 10_000
+"""A table that is further behind answers with 503, unless its setting `behind` says otherwise."""
 _CLOCKS = "event age: from the event's own time; E2E lag: from its arrival at ingest"
 _BEHIND = (
     "behind: events from the first one on that is not settled (also settled ones that came after it), and its age by its own\n"
@@ -44,12 +46,14 @@ _DEAD = "dead: events that became dead letters, with the reason; later redrives 
 
 
 def render_status(status: dict[str, Any]) -> RenderableType:
-    """Tables of streams, transforms, destinations and processes."""
+    """Tables of streams, tables, transforms, destinations and processes."""
     version = f"   penstock {status['penstock']}" if status["penstock"] else ""
     addresses = f"ingest http://{status['listen']}   observer http://{status['observer']}"
     since = f"\ncounts since {status['since']}; of a restarted process since its restart" if status["since"] else ""
     head = Text(f"{addresses}   broker {status['broker']}{version}{since}", style="dim")
     parts: list[RenderableType] = [head, _streams(status["streams"])]
+    if status["tables"]:
+        parts.append(_tables(status["tables"]))
     if status["transforms"]:
         parts.append(_transforms(status["transforms"]))
         parts += _why_micro_batches(status["transforms"])
@@ -81,6 +85,20 @@ def _streams(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         counts = (_rate(row["rate"]), str(row["accepted"]), str(row["refused"]))
         table.add_row(row["stream"], *counts, spread(row["ingest_time_ms"]))
+    return table
+
+
+def _tables(rows: list[dict[str, Any]]) -> Table:
+    table = _table("tables", "table", "events/s", "rows", "behind", "last rebuild", text=["last rebuild"])
+    for row in rows:
+        behind, rebuilt = row["behind_ms"], row["rebuilt"]
+        table.add_row(
+            _named(row["table"], up=behind is not None and behind < _FAR_MS),
+            _rate(row["rate"]),
+            _NOT_KNOWN if row["rows"] is None else str(row["rows"]),
+            _NOT_KNOWN if behind is None else millis(behind),
+            "" if rebuilt is None else f"{rebuilt['at']} ({rebuilt['reason']})",
+        )
     return table
 
 

@@ -99,6 +99,32 @@ async def test_a_start_is_told_with_its_time(tmp_path: Path) -> None:
     assert "after its start" not in shown[1]
 
 
+async def test_tables(tmp_path: Path) -> None:
+    """Broken: a table that nobody reads yet seems to be empty; or nobody sees that one was built again, and why."""
+    streams = {"s": {}, "t": {"key": "id", "compact": True}, "u": {"key": "id", "compact": True}}
+    pipes = PipeFile.model_validate({"streams": streams})
+    table = frozenset({("stream", "t")})
+    rebuilt = "penstock_table_rebuilt_timestamp_seconds"
+    values = {
+        ("penstock_table_keys", table): 41_577.0,
+        ("penstock_table_behind_seconds", table): 61.5,
+        (rebuilt, table | {("reason", "away_too_long")}): 1_000.0,
+        (rebuilt, table | {("reason", "damaged_file")}): 2_000.0,
+    }
+    state = FleetState(os.getpid(), "", f"log:{tmp_path}", "pipes.yaml", "127.0.0.1:1", "127.0.0.1:2", [])
+    status = await summarise(StatusReading(state, Sample(0.0, values), None), pipes)
+    last = {"at": "1970-01-01T00:33:20.000Z", "reason": "damaged_file"}
+    assert status["tables"] == [
+        {"table": "t", "rows": 41_577, "behind_ms": 61_500, "rate": 0.0, "rebuilt": last},
+        {"table": "u", "rows": None, "behind_ms": None, "rate": 0.0, "rebuilt": None},
+    ]
+    console = Console(width=200, record=True)
+    console.print(render_status(status))
+    text = console.export_text()
+    assert re.search(r"t +0 +41577 +61.5 s +1970-01-01T00:33:20.000Z \(damaged_file\)", text)
+    assert re.search(r"u +0 +not yet +not yet", text)
+
+
 def test_nothing_measured_is_no_measured_zero() -> None:
     """Broken: a destination without deliveries seems to be the fastest."""
     assert spread({"p50": 0.0, "p95": 0.0, "p99": 0.0}) == "–"  # noqa: RUF001

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from services.core.broker.contract import TopicSpec
+from services.core.broker.errors import Unavailable
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.retention import enforce
 from services.table import http_server
@@ -113,6 +114,21 @@ async def test_a_table_that_was_away_for_longer_than_tombstones_stay(tmp_path: P
 async def _hang(*_: object) -> bool:
     await asyncio.sleep(0.01)
     return False
+
+
+async def test_a_table_that_stands_still_falls_behind(tmp_path: Path) -> None:
+    """Broken: the broker does not answer, the figure keeps its last value, and no alert fires."""
+
+    async def fail(*_: object) -> bool:
+        raise Unavailable("away")
+
+    async with running(tmp_path, partitions=1) as table:
+        await table.put("a", b"1")
+        await table.until(lambda: table.follower.nexts.get(0) == 1)
+        table.follower._round = fail  # type: ignore[method-assign, assignment]
+        await table.until(
+            lambda: (REGISTRY.get_sample_value("penstock_table_behind_seconds", {"stream": STREAM}) or 0.0) > 2.0
+        )
 
 
 async def test_damage_in_the_stream_stops_the_table_and_is_said(tmp_path: Path) -> None:
