@@ -29,7 +29,8 @@ from services.core.event import (
     topic_incarnation,
 )
 from services.core.pipe_topic import FromHeader, Place
-from services.core.pipes import PipeFile, Stream
+from services.core.pipes import PipeFile, Stream, own_streams
+from services.core.topic_names import dead_letter_topic, output_topic, parked_topic, retry_topic
 
 OWN_PREFIX = "penstock_"
 """Headers of another fleet, whose output this topic may be. They mean nothing here."""
@@ -64,7 +65,13 @@ def existing_topics(pipes: PipeFile) -> ExistingTopics:
     if not read and not written:
         return NO_EXISTING
     names = {name: topic for name, (topic, _) in read.items()} | {target_name(topic): topic for topic in written}
-    return ExistingTopics(names, {topic: Translation(stream) for topic, stream in read.values()})
+    return ExistingTopics(names, {topic: Translation(stream) for topic, stream in read.values()}, _own_topics(pipes))
+
+
+def _own_topics(pipes: PipeFile) -> frozenset[str]:
+    """The topics of streams and pipes that are ours. Those that begin with `penstock.` are, too."""
+    of_pipes = (output_topic, dead_letter_topic, retry_topic, parked_topic)
+    return frozenset(own_streams(pipes)).union(name(pipe) for pipe in pipes.pipes for name in of_pipes)
 
 
 class _Misfit(ValueError):

@@ -4,11 +4,12 @@ To a stream they go unchanged, with their headers. A topic of others gets either
 the payload, and the attributes as headers) or only the key and the payload.
 """
 
+import time
 from collections.abc import Sequence
 from operator import attrgetter
 
 from services.core import event
-from services.core.broker.errors import BrokerError, RecordTooLarge
+from services.core.broker.errors import BrokerError, RecordRefused, RecordTooLarge
 from services.core.broker.existing import target_name
 from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Batch, Record
@@ -60,13 +61,20 @@ class StreamSender:
             try:
                 await marker.mark(self._topic)
             except BrokerError as error:
-                return dict.fromkeys(range(len(records)), _explain(error))
+                return dict.fromkeys(range(len(records)), self.explain(error))
         failed = await send_by_key(self._producer, self._topic, self.prepare(delivery))
-        return {index: _explain(error) for index, error in failed.items()} or None
+        return {index: self.explain(error) for index, error in failed.items()} or None
+
+    def explain(self, error: Exception) -> Failure:
+        """The failure of one event."""
+        return _explain(error)
 
 
 class TopicSender(StreamSender):
-    """To a topic of others. pipe: names the source of events that name none."""
+    """To a topic of others. pipe: names the source of events that name none.
+
+    Its settings are others'. An event that it refuses is a dead letter: otherwise it would hold up all events behind it.
+    """
 
     def __init__(self, producer: Producer, target: TopicTarget, pipe: str) -> None:
         super().__init__(producer, None, target_name(target.name))
@@ -75,13 +83,19 @@ class TopicSender(StreamSender):
     def prepare(self, delivery: Delivery) -> list[Record]:
         """The records to append, without our headers."""
         records = super().prepare(delivery)
+        now = time.time_ns() // 1_000_000
         if self._format == "plain":
-            return [Record(record.key, record.value, record.timestamp) for record in records]
+            return [Record(record.key, record.value, min(record.timestamp, now)) for record in records]
         topics = [run.source.topic for run in delivery.runs for _ in run.offsets]
-        return [self._as_cloud_event(record, topic) for record, topic in zip(records, topics, strict=True)]
+        return [self._as_cloud_event(record, topic, now) for record, topic in zip(records, topics, strict=True)]
 
-    def _as_cloud_event(self, record: Record, topic: str) -> Record:
-        """The required attributes first, then the event's others."""
+    def explain(self, error: Exception) -> Failure:
+        if isinstance(error, RecordRefused):
+            return Failure("refused", str(error), recoverable=False)
+        return super().explain(error)
+
+    def _as_cloud_event(self, record: Record, topic: str, now: int) -> Record:
+        """The required attributes first, then the event's others. now: ms; Kafka refuses a timestamp that is far ahead of it."""
         given = dict(reversed(record.headers))  # the first of a name counts
         own = {
             "ce_specversion": b"1.0",
@@ -92,7 +106,7 @@ class TopicSender(StreamSender):
             event.CONTENT_TYPE: b"application/json",
         }
         kept = {name: given[name] for name in reversed(given) if not name.startswith("penstock_")}
-        return Record(record.key, record.value, record.timestamp, tuple((own | kept).items()))
+        return Record(record.key, record.value, min(record.timestamp, now), tuple((own | kept).items()))
 
 
 def _unwrap(record: Record) -> Record:

@@ -55,6 +55,11 @@ def open_broker(url: str, existing: ExistingTopics = NO_EXISTING) -> AbstractAsy
             address = parse_kafka_url(url)
         except ValueError as error:
             raise BadBrokerUrl(str(error)) from None
+        if ours := existing.find_own(address.prefix):
+            raise BadBrokerUrl(
+                f"{', '.join(ours)}: the pipe file names it as a topic of others, and with this prefix it is the fleet's own. "
+                "Try: the name of a stream, without `topic:`; or another prefix"
+            )
         return _open(partial(_load_kafka, address, existing), address.bootstrap)
     if parts.scheme == "log":
         if OPTION in dict(parse_qsl(parts.query, keep_blank_values=True)):

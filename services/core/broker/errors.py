@@ -9,6 +9,7 @@
     │   └── GroupHasMembers  … because members of the group live: it can be moved only without them
     ├── OutcomeUnknown       it may have been stored: a time-out after the request left (`retriable`: ids make it safe)
     ├── RecordTooLarge       this record can never be stored
+    ├── RecordRefused        this record alone is refused, as long as nobody changes the topic or its settings
     ├── UnknownTopic         no such topic; topics are never created by accident
     ├── TopicExists
     ├── Overloaded           our own bounded queue is full; nothing was sent
@@ -72,6 +73,10 @@ class OutcomeUnknown(BrokerError):
 
 class RecordTooLarge(BrokerError):
     """One record is larger than the broker's limit."""
+
+
+class RecordRefused(BrokerError):
+    """The broker does not accept this record in this topic: its time, or that it has no key. Nothing of it was stored."""
 
 
 class UnknownTopic(BrokerError):

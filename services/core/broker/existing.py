@@ -18,13 +18,23 @@ and the topic's id. Never raises."""
 @dataclass(frozen=True)
 class ExistingTopics:
     """names: the topic on the cluster, by its name in the fleet. translate: by the name on the cluster, of those that are
-    read."""
+    read. own: the fleet's names of its own topics."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     translate: Mapping[str, Translate] = field(default_factory=dict)
+    own: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.names)
+
+    def find_own(self, prefix: str) -> list[str]:
+        """Those of these topics that are the fleet's own, by their names on the cluster. prefix: of the fleet's names."""
+        return sorted(
+            topic
+            for topic in set(self.names.values())
+            if topic.startswith(prefix)
+            and ((name := topic.removeprefix(prefix)) in self.own or name.startswith("penstock."))
+        )
 
 
 NO_EXISTING = ExistingTopics()

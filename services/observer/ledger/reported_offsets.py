@@ -1,5 +1,6 @@
 """The offsets up to which ingest has reported: where to read after an incarnation died, and where a minute is stored."""
 
+from services.core.event import is_of_topic
 from services.core.ledger.minute import MINUTE_MS
 from services.core.ledger.report import Report
 from services.observer.ledger.origins import SequenceKey
@@ -30,9 +31,9 @@ class ReportedOffsets:
         reported = self.reported.setdefault(report.pipe, {})
         marks = self.marks.setdefault(report.pipe, {})
         minute = report.at_ms // MINUTE_MS
-        mine = self.runs.setdefault((report.pipe, report.instance), set())
-        mine.update(one.incarnation for one in report.sets)
-        mine.update(one.incarnation for one in report.reaches)
+        names = {one.incarnation for one in report.sets} | {one.incarnation for one in report.reaches}
+        if names := {name for name in names if not is_of_topic(name)}:  # readers of topics of others are never missed
+            self.runs.setdefault((report.pipe, report.instance), set()).update(names)
         for reach in report.reaches:
             run, offset = SequenceKey(reach.incarnation, reach.partition), int(reach.offset)
             reported[run] = max(reported.get(run, -1), offset)

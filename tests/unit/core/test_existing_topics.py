@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.existing import target_name
 from services.core.broker.record import Batch, Damage, Headers, Record
 from services.core.event import (
@@ -332,3 +333,32 @@ def test_broken_references_to_topics_of_others() -> None:
     assert texts[0].startswith("'u' is the topic of stream 'b' already")
     assert texts[1].startswith("'a' is the topic t of others, which is only read")
     assert "leads back to the pipe's own source: a loop" in texts[2]
+
+
+@pytest.mark.parametrize(
+    ("stream", "target", "prefix", "ours"),
+    [
+        ("t", "orders", "", "orders"),
+        ("t", "acme.p.out", "acme.", "acme.p.out"),
+        ("acme.p.dead", "u", "acme.", "acme.p.dead"),
+        ("penstock.telemetry", "u", "", "penstock.telemetry"),
+        ("acme.invoices", "orders", "acme.", ""),
+        ("orders", "acme.erp", "acme.", ""),
+    ],
+)
+def test_a_topic_of_ours_is_no_topic_of_others(stream: str, target: str, prefix: str, ours: str) -> None:
+    """Broken: a pipe writes into its own source for ever, and the fleet's records in that topic have no time any more."""
+    file = PipeFile.model_validate(
+        {
+            "streams": {"invoices": {"topic": stream}, "orders": {}},
+            "pipes": {
+                "p": {"sources": ["orders", "invoices"], "destinations": [{"name": "d", "topic": {"name": target}}]}
+            },
+        }
+    )
+    url = f"kafka://127.0.0.1:9092?prefix={prefix}" if prefix else "kafka://127.0.0.1:9092"
+    if not ours:
+        open_broker(url, existing_topics(file))
+        return
+    with pytest.raises(BadBrokerUrl, match=f"^{re.escape(ours)}: .* it is the fleet's own"):
+        open_broker(url, existing_topics(file))

@@ -4,10 +4,14 @@ import asyncio
 import json
 import time
 from pathlib import Path
+from typing import Literal
 
+import pytest
 from pyroaring import BitMap
 
 from services.core.broker.contract import TopicSpec
+from services.core.broker.errors import RecordRefused
+from services.core.broker.existing import target_name
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
@@ -19,6 +23,7 @@ from services.core.ledger.first_reader import FirstReader, LateStart
 from services.core.ledger.report import TELEMETRY, Report, decode_report, unpack_numbers
 from services.core.pipe_topic import TopicTarget
 from services.core.pipes import Stream
+from services.core.times import format_time
 from services.expel.delivery import Delivery, OffsetRun
 from services.expel.dispatcher import Dispatcher
 from services.expel.lane import Lane
@@ -180,3 +185,33 @@ def test_a_topic_of_others_gets_cloud_events() -> None:
 def test_a_topic_of_others_gets_plain_records() -> None:
     """Broken: a consumer that wants only the payload gets headers, too."""
     assert send(TopicTarget(name="t", format="plain"))[0] == Record(b"k", b"hello", 1_700_000_000_000)
+
+
+async def test_an_event_that_a_topic_of_others_refuses_holds_up_no_other() -> None:
+    """Broken: a compacted topic gets an event without a key, refuses it each time, and the lane stands still for ever."""
+    appender = MemoryAppender()
+    appender.create(target_name("t"), 1)
+    appender.errors.append(RecordRefused("t[0]: Kafka answered INVALID_RECORD"))
+    delivery = Delivery([b""], [b"e"], [1], [Record(None, b"{}", 1)], [OffsetRun(P0, [0], 0)])
+    async with Producer(appender) as producer:
+        outcome = await TopicSender(producer, TopicTarget(name="t"), "shop").send(delivery)
+        assert isinstance(outcome, dict)
+        assert (outcome[0].reason, outcome[0].recoverable) == ("refused", False)
+        appender.create("s", 1)
+        appender.errors.append(RecordRefused("s[0]: Kafka answered INVALID_RECORD"))
+        outcome = await StreamSender(producer, None, "s").send(delivery)
+        assert isinstance(outcome, dict)
+        assert outcome[0].recoverable, "somebody altered our own topic"
+
+
+@pytest.mark.parametrize("form", ["cloudevents", "plain"])
+def test_a_topic_of_others_gets_no_timestamp_that_is_ahead(form: Literal["cloudevents", "plain"]) -> None:
+    """Broken: Kafka 4 refuses a record that is an hour ahead, and a client's clock may be a day ahead."""
+    now = int(time.time() * 1000)
+    record = Record(b"k", b"{}", now + 20 * HOUR_MS, ((ID, b"e"), (ARRIVAL, b"1"), (ORIGIN, b"a:0:0")))
+    delivery = Delivery([b""], [b"e"], [1], [record], [OffsetRun(P0, [0], 0)])
+    sender = TopicSender(None, TopicTarget(name="t", format=form), "shop")  # type: ignore[arg-type]
+    (made,) = sender.prepare(delivery)
+    assert now <= made.timestamp < now + HOUR_MS
+    if form == "cloudevents":
+        assert made.header("ce_time") == format_time(record.timestamp).encode()

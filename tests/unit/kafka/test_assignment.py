@@ -1,6 +1,7 @@
 """What a member may commit, and in which order it drains."""
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
@@ -11,6 +12,7 @@ from aiokafka.structs import ConsumerRecord
 from aiokafka.structs import TopicPartition as KafkaPartition
 
 from services.core.broker.errors import DataDamaged, OffsetOutOfRange, PositionLost
+from services.core.broker.existing import ExistingTopics
 from services.core.broker.kafka import consumer as consumer_module
 from services.core.broker.kafka.aiokafka_internals import FetchBudget, Generation
 from services.core.broker.kafka.assignment import Assignment
@@ -20,6 +22,9 @@ from services.core.broker.kafka.offsets import CommitMetadata
 from services.core.broker.kafka.positions import GroupStarts, StartPositions
 from services.core.broker.kafka.reader import Damaged
 from services.core.broker.record import Batch, Damage, Record, TopicPartition
+from services.core.event import TIME, read_arrival
+from services.core.existing_topics import Translation
+from services.core.pipes import Stream
 
 _ONE, _TWO = TopicPartition("t", 1), TopicPartition("t", 2)
 
@@ -172,6 +177,18 @@ async def test_offsets_belong_to_their_records(offsets: list[int]) -> None:
     assert list(batch.offsets) == offsets
     assert [record.value for record in batch.records] == [b"%d" % offset for offset in offsets]
     assert member.own.next_read == {_ONE: offsets[-1] + 1}
+
+
+async def test_a_header_of_ours_means_nothing_in_a_topic_of_others() -> None:
+    """If it fails, a producer forges the arrival of an event by a header, and with it the event is outside of the loss table."""
+    member = Member()
+    await member.own.on_partitions_assigned([_ONE])
+    member.own.begin_at(_at({_ONE: 0}))
+    shared = _SHARED._replace(existing=ExistingTopics({"t": "t"}, {"t": Translation(Stream(topic="t"))}))
+    consumer = KafkaConsumer(shared, _READER, member.own, "g", "earliest", FreezeDetector(5.0))
+    row = dataclasses.replace(_row(3), timestamp=9_000, headers=((TIME, b"1"),))
+    (batch,) = consumer._make_batches({KafkaPartition("t", 1): [row]}, {KafkaPartition("t", 1): []})
+    assert batch.records[0].timestamp == read_arrival(batch.records[0]) == 9_000
 
 
 async def test_what_came_before_placing_is_not_returned() -> None:

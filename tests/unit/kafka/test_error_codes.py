@@ -11,6 +11,7 @@ from services.core.broker.errors import (
     BrokerError,
     NotAllowed,
     OutcomeUnknown,
+    RecordRefused,
     RecordTooLarge,
     Throttled,
     TopicExists,
@@ -34,7 +35,9 @@ from services.core.broker.kafka.error_codes import bounded, classify, classify_p
         (100, Unavailable),  # UNKNOWN_TOPIC_ID
         (89, Throttled),  # THROTTLING_QUOTA_EXCEEDED
         (10, RecordTooLarge),  # MESSAGE_TOO_LARGE
-        (32, BrokerError),  # INVALID_TIMESTAMP
+        (32, RecordRefused),  # INVALID_TIMESTAMP
+        (87, RecordRefused),  # INVALID_RECORD: in a compacted topic one without a key
+        (2, BrokerError),  # CORRUPT_MESSAGE: perhaps altered on the way
         (29, NotAllowed),  # TOPIC_AUTHORIZATION_FAILED
         (31, NotAllowed),  # CLUSTER_AUTHORIZATION_FAILED
         (17, BrokerError),  # INVALID_TOPIC_EXCEPTION

@@ -67,6 +67,8 @@ def test_without_a_valid_time_the_time_of_storing_counts(headers: Headers) -> No
     assert restore_time(5, headers) == (5, headers)
     plain = Record(b"k", b"v", 5, headers)
     assert _rows(bytes(pack([plain], 1 << 20, _WHO, 0, timed=False).data))[0].headers == headers, "a topic of others"
+    theirs = make_batch(TopicPartition("t", 0), [Row(0, b"k", b"v", 5, (*headers, (TIME, b"1")))], timed=False).records
+    assert theirs == [Record(b"k", b"v", 5, (*headers, (TIME, b"1")))], "in a topic of others, anybody's header"
     no_time = Record(b"k", b"v", -1, headers)
     assert _rows(bytes(pack([no_time], 1 << 20, _WHO, 0).data))[0].headers == headers, (
         "a record of others without a time"

@@ -236,8 +236,9 @@ class KafkaAdmin:
 
     async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
         """As in the contract; see `read_at`."""
-        batch = await read_at(self._cluster, TopicPartition(topic, partition), offset, max_records)
         translate = self._translate.get(topic)
+        source = TopicPartition(topic, partition)
+        batch = await read_at(self._cluster, source, offset, max_records, timed=translate is None)
         if batch is None or translate is None:
             return batch
         state = (await self._cluster.describe([topic])).get(topic)

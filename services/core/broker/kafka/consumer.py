@@ -383,7 +383,8 @@ class KafkaConsumer:
             if source not in own.owned or source in own.unpositioned:
                 continue  # fetched before its position was found; finding it seeks back
             own.record_read(source, rows[-1].offset, epochs[KafkaPartition(*source)])
-            batch, translate = make_batch(source, rows), self._translate.get(topic)
+            translate = self._translate.get(topic)
+            batch = make_batch(source, rows, timed=translate is None)
             batches.append(batch if translate is None else translate(batch, own.metadata[source].topic))
         return batches
 

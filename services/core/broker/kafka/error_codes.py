@@ -10,6 +10,7 @@ from services.core.broker.errors import (
     BrokerError,
     NotAllowed,
     OutcomeUnknown,
+    RecordRefused,
     RecordTooLarge,
     Throttled,
     TopicExists,
@@ -136,6 +137,8 @@ def classify_produce(code: int, where: str) -> BrokerError:
         return Unavailable(text)
     if code == kafka.UnsupportedForMessageFormatError.errno:
         text += ". Try: message.format.version of the topic 0.11 or later"
+    if code in BAD_RECORD and code != kafka.CorruptRecordException.errno:  # bytes may be altered on the way, once
+        return RecordRefused(text)
     if code in _REFUSED:
         return BrokerError(text)
     return OutcomeUnknown(text)

@@ -139,8 +139,10 @@ def _fault(source: TopicPartition, unreadable: Unreadable) -> ErrorFactory:
     return partial(DataDamaged, source.topic, ranges, f"{unreadable.detail}. {REMEDY}")
 
 
-async def read_at(cluster: Cluster, source: TopicPartition, offset: int, max_records: int) -> Batch | None:
-    """The contract's `Reader.read`."""
+async def read_at(
+    cluster: Cluster, source: TopicPartition, offset: int, max_records: int, *, timed: bool = True
+) -> Batch | None:
+    """The contract's `Reader.read`. timed: as in `make_batch`."""
     if source not in await partitions_of(cluster, [source.topic]):
         raise UnknownTopic(f"{source.topic} has no partition {source.partition}")
     await _raise_gap(cluster, source, offset)
@@ -154,7 +156,7 @@ async def read_at(cluster: Cluster, source: TopicPartition, offset: int, max_rec
         await _raise_gap(cluster, source, offset)  # retention may have removed it meanwhile
         raise
     if rows := list(islice(readable_rows(drop_aborted(*fetched), offset), max_records)):
-        return make_batch(source, rows)
+        return make_batch(source, rows, timed=timed)
     damaged = (await find_damage(cluster, {source: offset})).get(source)
     if damaged is not None and damaged.replacement is not None:
         return damaged.replacement
@@ -163,7 +165,7 @@ async def read_at(cluster: Cluster, source: TopicPartition, offset: int, max_rec
     if not fetched.data:
         raise Unavailable(f"{source.topic}[{source.partition}]: nothing could be read at {offset}, the end is {end}")
     behind = end_of(fetched.data, offset)  # only marks of transactions, and rolled-back records
-    return await read_at(cluster, source, behind, max_records) if offset < behind < end else None
+    return await read_at(cluster, source, behind, max_records, timed=timed) if offset < behind < end else None
 
 
 async def _raise_gap(cluster: Cluster, source: TopicPartition, offset: int) -> None:

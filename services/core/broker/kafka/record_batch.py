@@ -56,10 +56,11 @@ def pack(records: Sequence[Record], limit: int, identity: Identity, sequence: in
     return Packed(count, builder.build())
 
 
-def make_batch(source: TopicPartition, rows: Sequence[Any]) -> Batch:
+def make_batch(source: TopicPartition, rows: Sequence[Any], *, timed: bool = True) -> Batch:
     """Rows of one partition, at least one, in offset order; each has offset, key, value, timestamp and headers (a tuple).
 
-    The records are as their writer had them: the timestamp is the time in TIME, where there is one.
+    The records are as their writer had them: the timestamp is the time in TIME, where there is one. timed: False for a topic of
+    others, where that header is of another fleet, or of anybody.
     """
     first, last = rows[0].offset, rows[-1].offset
     dense = last - first + 1 == len(rows)
@@ -68,7 +69,7 @@ def make_batch(source: TopicPartition, rows: Sequence[Any]) -> Batch:
     records = []
     for row in rows:
         time, headers = row.timestamp, _without_null(row.headers) if has_null else row.headers
-        if headers and headers[-1][0] == TIME:  # as `restore_time`: a call for each record takes as long as all of this
+        if timed and headers and headers[-1][0] == TIME:  # as `restore_time`: a call for each record takes as long as all of this
             text = headers[-1][1]
             if text.isdigit() and len(text) <= MAX_MILLIS_DIGITS:
                 time, headers = int(text), headers[:-1]

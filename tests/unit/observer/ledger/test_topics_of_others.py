@@ -95,3 +95,27 @@ async def test_a_missing_event_is_named_by_its_place(tmp_path: Path) -> None:
     assert [(one.event_id, one.offset) for one in found.named] == [("billing-0-0", "0"), ("billing-0-2499", "2499")]
     assert found.records_read == 2
     assert offset_of(Origin(topic_incarnation(TOPIC_ID, TOPIC_NUMBERS + 7), 0, 7)) == TOPIC_NUMBERS + 7
+
+
+def test_the_readers_of_a_day_leave_nothing_behind() -> None:
+    """Broken: each start of a lane makes the observer, and its snapshots, larger for ever."""
+    table = Table(FLOW)
+    for number in range(5):
+        reads(table, range(number, number + 1), MINUTE, f"start-{number}")
+    assert not table.offsets.runs
+
+
+def test_what_another_reader_left_out_is_delivered_and_not_in_the_table() -> None:
+    """Broken: docs/existing-topics.md says that history behind a later reader is outside of the loss table."""
+    table = Table(FLOW)
+    reads(table, range(1_000, 1_010), MINUTE, "a")
+    for pipe, destination in (("one", "a"), ("one", "b"), ("two", "c")):
+        settles(table, pipe, destination, range(1_000, 1_010))
+    late = FINAL + 2 * 3_600_000
+    for pipe, destination in (("one", "a"), ("one", "b"), ("two", "c")):
+        settles(table, pipe, destination, range(0), late)
+    table.tick(late)
+    table.tick(late + 10_000)
+    assert not table.origin_sets.held
+    reads(table, range(10), MINUTE + 130, "c")
+    assert table.minutes("two") == [MINUTE]
