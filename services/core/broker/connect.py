@@ -55,11 +55,7 @@ def open_broker(url: str, existing: ExistingTopics = NO_EXISTING) -> AbstractAsy
             address = parse_kafka_url(url)
         except ValueError as error:
             raise BadBrokerUrl(str(error)) from None
-        if ours := existing.find_own(address.prefix):
-            raise BadBrokerUrl(
-                f"{', '.join(ours)}: the pipe file names it as a topic of others, and with this prefix it is the fleet's own. "
-                "Try: the name of a stream, without `topic:`; or another prefix"
-            )
+        _refuse_own(existing, address.prefix)
         return _open(partial(_load_kafka, address, existing), address.bootstrap)
     if parts.scheme == "log":
         if OPTION in dict(parse_qsl(parts.query, keep_blank_values=True)):
@@ -83,6 +79,14 @@ def _require_kafka(existing: ExistingTopics, scheme: str) -> None:
         f"the pipe file names topics of others ({names}), and {kind} has none: they are on Kafka only. "
         "Try: --broker kafka://host:9092, or a pipe file without `topic:`"
     )
+
+
+def _refuse_own(existing: ExistingTopics, prefix: str) -> None:
+    if ours := existing.find_own(prefix):
+        raise BadBrokerUrl(
+            f"{', '.join(ours)}: the pipe file names it as a topic of others, and with this prefix it is the fleet's own. "
+            "Try: the name of a stream, without `topic:`; or another prefix"
+        )
 
 
 @asynccontextmanager

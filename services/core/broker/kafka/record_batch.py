@@ -67,9 +67,10 @@ def make_batch(source: TopicPartition, rows: Sequence[Any], *, timed: bool = Tru
     offsets = range(first, last + 1) if dense else [row.offset for row in rows]
     has_null = bool([1 for row in rows for _, value in row.headers if value is None])
     records = []
+    name = TIME if timed else None
     for row in rows:
         time, headers = row.timestamp, _without_null(row.headers) if has_null else row.headers
-        if timed and headers and headers[-1][0] == TIME:  # as `restore_time`: a call for each record takes as long as all of this
+        if headers and headers[-1][0] == name:  # as `restore_time`: a call for each record takes as long as all of this
             text = headers[-1][1]
             if text.isdigit() and len(text) <= MAX_MILLIS_DIGITS:
                 time, headers = int(text), headers[:-1]
