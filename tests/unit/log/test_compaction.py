@@ -19,6 +19,7 @@ from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.groups import GroupPosition, GroupsFile
 from services.core.broker.log.repair import repair, verify
 from services.core.broker.log.retention import enforce
+from services.core.broker.log.scan import TopicScan
 from services.core.broker.log.sqlite_file import DurableFile
 from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.log.topics import register_group
@@ -159,6 +160,38 @@ def test_damage_stops_the_pass_and_is_no_hole(tmp_path: Path) -> None:
     assert enforce(folder, TOPIC, clock.now_ms()) == {0: 1}
     assert list(stored(folder)) == [1, 3, 4]
     assert verify(tmp_path).is_sound
+
+
+def test_a_missing_row_is_damage_and_no_removed_records(tmp_path: Path) -> None:
+    """If it fails, a row that the disk lost becomes a part of a compacted one, and nobody hears of the loss."""
+    folder, clock = make_topic(tmp_path, compact=True, retention_ms=AGE), SetClock()
+    fill(folder, clock, "abcaz")
+    with closing(apsw.Connection(str(folder.topic(TOPIC).db))) as connection:
+        connection.execute("DELETE FROM batches WHERE pos = 2")
+    clock.now += AGE + 1
+    with pytest.raises(DataDamaged) as raised:
+        enforce(folder, TOPIC, clock.now_ms())
+    assert raised.value.ranges == ((0, 2, 2),)
+    assert verify(tmp_path).topics[0].lost_records == 1
+    repair(tmp_path)
+    assert enforce(folder, TOPIC, clock.now_ms()) == {0: 1}
+    assert rows(folder) == [(0, 2), (3, 1), (4, 1)], "no row spans what a repair has recorded as lost"
+    assert verify(tmp_path).topics[0].partitions[0].accepted == [(2, 2)]
+
+
+def test_a_check_beside_compaction_finds_no_loss(tmp_path: Path) -> None:
+    """If it fails, an operator who verifies a working fleet is told of lost records that are there."""
+    folder, clock = make_topic(tmp_path, compact=True, retention_ms=AGE), SetClock()
+    fill(folder, clock, "abcdabefz")
+    clock.now += AGE + 1
+    with closing(TopicScan(folder.topic(TOPIC))) as scan:
+        (part,) = scan.report.partitions
+        reading = scan.intact_rows(part)
+        for _ in range(3):
+            next(reading)
+        assert enforce(folder, TOPIC, clock.now_ms()) == {0: 2}
+        assert [row.first for row in reading] == [8]
+        assert (part.records, part.lost) == (9, [])
 
 
 def test_a_sparse_row_survives_a_repair_without_the_description(tmp_path: Path) -> None:

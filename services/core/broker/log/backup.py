@@ -37,7 +37,7 @@ from services.core.broker.log.sqlite_file import (
     read_meta,
     write_meta,
 )
-from services.core.broker.log.topic_store import COLUMNS
+from services.core.broker.log.topic_store import COLUMNS, behind_accepted
 from services.core.broker.record import TopicPartition
 
 _INSERT = f"INSERT INTO batches({COLUMNS}) VALUES (?,?,?,?,?,?,?,?)"  # noqa: S608 - constants only
@@ -218,7 +218,7 @@ def _rows(
     """The rows with the offsets from start to end, in order. Raises DataDamaged unless they are intact and without a gap that no
     repair has accepted."""
     accepted = [(first, last) for p, first, last, *_ in gaps if p == partition]
-    expected, at = _behind(accepted, start), row_position(partition, 0) - 1
+    expected, at = behind_accepted(accepted, start), row_position(partition, 0) - 1
     sql = f"SELECT {COLUMNS} FROM batches WHERE pos > ? AND pos <= ? ORDER BY pos LIMIT {_ROWS}"  # noqa: S608
     while True:
         try:
@@ -233,20 +233,12 @@ def _rows(
                 raise _damaged(topic, partition, expected, row.first - 1)
             if read_row(row) is None:
                 raise _damaged(topic, partition, row.first, row.end - 1)
-            expected = _behind(accepted, row.end)
+            expected = behind_accepted(accepted, row.end)
             yield row
         if len(page) < _ROWS:
             break
     if expected < end:
         raise _damaged(topic, partition, expected, end - 1)
-
-
-def _behind(accepted: Sequence[tuple[int, int]], offset: int) -> int:
-    """The first offset from this one on that no repair has given up."""
-    for first, last in accepted:
-        if first <= offset <= last:
-            offset = last + 1
-    return offset
 
 
 def _damaged(topic: str, partition: int, first: int, last: int) -> DataDamaged:

@@ -36,8 +36,15 @@ from services.core.broker.log.row_format import (
     read_row,
     row_position,
 )
-from services.core.broker.log.sqlite_file import COMPACTION_TABLE, checksum, fetch
-from services.core.broker.log.topic_store import COLUMNS, Head, TopicStore, first_row_from
+from services.core.broker.log.sqlite_file import COMPACTION_TABLE, FAULTS, checksum, fetch, is_damage
+from services.core.broker.log.topic_store import (
+    COLUMNS,
+    Head,
+    TopicStore,
+    behind_accepted,
+    first_row_from,
+    next_intact,
+)
 
 _MAX_KEYS = 100_000
 """Keys of one pass, about 20 MB: the keeper may be any service."""
@@ -181,11 +188,13 @@ def _find_newest(store: TopicStore, partition: int, start: int, limit: int) -> t
 
 
 def _runs(store: TopicStore, partition: int, start: int, end: int) -> Iterator[list[Row]]:
-    """The rows of a partition in order, as runs of neighbours that together are no larger than a row should be."""
+    """The rows of a partition in order, as runs of neighbours that together are no larger than a row should be. A range that a
+    repair has recorded as lost is between two runs: no row spans it."""
     run: list[Row] = []
     size = 0
     for row in _rows(store, partition, start, end):
-        if run and (size + len(row.data) > BLOCK_BYTES or len(run) == _MERGED_ROWS):
+        is_full = size + len(row.data) > BLOCK_BYTES or len(run) == _MERGED_ROWS
+        if run and (is_full or run[-1].end != row.first):
             yield run
             run, size = [], 0
         run.append(row)
@@ -195,27 +204,48 @@ def _runs(store: TopicStore, partition: int, start: int, end: int) -> Iterator[l
 
 
 def _rows(store: TopicStore, partition: int, start: int, end: int) -> Iterator[Row]:
-    """The rows that begin at offsets `start <= offset < end`. Between two pages they may be replaced by what they yielded."""
+    """The rows that begin at offsets `start <= offset < end`. Between two pages they may be replaced by what they yielded.
+
+    Raises DataDamaged where one is missing, unless a repair has recorded it as lost: a row that spanned it would hide the loss.
+    """
+    accepted = fetch(store.connection, "SELECT first, last FROM gaps WHERE p=? ORDER BY first", (partition,))
     at = row_position(partition, start)
+    expected, count = behind_accepted(accepted, start), _PAGE_ROWS
     while True:
-        page = fetch(
-            store.connection,
-            f"SELECT {COLUMNS} FROM batches WHERE pos >= ? AND pos < ? ORDER BY pos LIMIT {_PAGE_ROWS}",  # noqa: S608
-            (at, row_position(partition, end)),
-        )
+        try:
+            page = fetch(
+                store.connection,
+                f"SELECT {COLUMNS} FROM batches WHERE pos >= ? AND pos < ? ORDER BY pos LIMIT {count}",  # noqa: S608
+                (at, row_position(partition, end)),
+            )
+        except FAULTS as error:
+            if not is_damage(error):
+                raise
+            if count == 1:
+                behind = next_intact(store.connection, partition, expected, end)
+                raise _damaged(store, partition, expected, behind - 1) from error
+            count = 1  # to name the row
+            continue
         for row in map(Row._make, page):
+            if row.first > expected:
+                raise _damaged(store, partition, expected, row.first - 1)
             yield row
             at = row_position(partition, row.end)
-        if len(page) < _PAGE_ROWS:
+            expected = behind_accepted(accepted, row.end)
+        if len(page) < count:
             return
 
 
 def _intact(store: TopicStore, partition: int, row: Row) -> Block:
     block = read_row(row)
     if block is None:
-        lost = ((partition, row.first, max(row.first, row.end - 1)),)
-        raise DataDamaged(store.topic, lost, "it is not compacted. Try: penstock log verify, then penstock log repair")
+        raise _damaged(store, partition, row.first, max(row.first, row.end - 1))
     return block
+
+
+def _damaged(store: TopicStore, partition: int, first: int, last: int) -> DataDamaged:
+    lost = ((partition, first, last),)
+    return DataDamaged(store.topic, lost, "it is not compacted. Try: penstock log verify, then penstock log repair")
 
 
 def _digest(key: bytes) -> bytes:

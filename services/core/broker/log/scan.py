@@ -14,7 +14,7 @@ from services.core.broker.log.high_water_marks import read_loose
 from services.core.broker.log.row_format import MAX_OFFSET, OFFSET_BITS, Row, read_row
 from services.core.broker.log.sqlite_file import FAULTS, Meta, checksum, connect, fetch, is_damage, read_meta
 from services.core.broker.log.topic_reader import TopicReader
-from services.core.broker.log.topic_store import next_intact, row_behind
+from services.core.broker.log.topic_store import next_intact, row_behind, row_that_holds
 from services.core.broker.log.topics import topic_names
 from services.core.broker.record import TopicPartition
 
@@ -99,14 +99,22 @@ class TopicScan:
             self.connection.close(True)
 
     def intact_rows(self, part: PartitionReport) -> Iterator[Row]:
-        """The intact rows of a partition, in order. At the end the partition's report is complete."""
+        """The intact rows of a partition, in order. At the end the partition's report is complete.
+
+        Compaction may replace rows meanwhile by one that begins before them: then that one is counted from there on.
+        """
         expected, part.records, part.lost = part.start, 0, []
         for row in self._rows(part.partition):
-            if row.end <= expected or (block := read_row(row)) is None:
+            if row.end <= expected or read_row(row) is None:
+                continue
+            while row.first > expected and (merged := self._intact_at(part.partition, expected)) is not None:
+                part.records += _count(merged, expected)
+                expected = merged.end
+            if row.end <= expected:
                 continue
             if row.first > expected:
                 _add_lost(part, expected, row.first - 1)
-            part.records += len(block.offsets) - bisect_left(block.offsets, expected)
+            part.records += _count(row, expected)
             expected = row.end
             yield row
         part.end = max(part.end, expected)
@@ -158,6 +166,15 @@ class TopicScan:
             yield row
             offset = row.first
 
+    def _intact_at(self, partition: int, offset: int) -> Row | None:
+        """The row that holds this offset now, when it is intact."""
+        assert self.connection is not None
+        try:
+            row = row_that_holds(self.connection, partition, offset)
+        except FAULTS:
+            return None
+        return row if row is not None and read_row(row) is not None else None
+
     def _check_structure(self) -> None:
         lines = self._query("its structure", lambda c: fetch(c, "PRAGMA integrity_check(5)"), [])
         self.report.problems += [f"SQLite: {line}" for (line,) in lines if line != "ok"]
@@ -201,6 +218,12 @@ class TopicScan:
         except (*FAULTS, DataDamaged, TypeError) as error:
             self.report.problems.append(f"{what} cannot be read: {error}")
             return otherwise
+
+
+def _count(row: Row, start: int) -> int:
+    """The records of an intact row from this offset on."""
+    block = read_row(row)
+    return 0 if block is None else len(block.offsets) - bisect_left(block.offsets, start)
 
 
 def _add_lost(part: PartitionReport, first: int, last: int) -> None:

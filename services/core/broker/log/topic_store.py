@@ -3,7 +3,7 @@
 Blocking; used from worker threads and from Spark workers. One thread at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -249,6 +249,24 @@ def row_behind(connection: apsw.Connection, partition: int, offset: int) -> Row 
     if row is not None and not row_position(partition, offset) < row[0] <= row_position(partition, MAX_OFFSET):
         raise apsw.CorruptError("a row is out of order")
     return None if row is None else Row(*row)
+
+
+def row_that_holds(connection: apsw.Connection, partition: int, offset: int) -> Row | None:
+    """The row whose span has this offset. Raises SQLite's errors."""
+    row = connection.execute(
+        f"SELECT {COLUMNS} FROM batches WHERE pos BETWEEN ? AND ? ORDER BY pos DESC LIMIT 1",  # noqa: S608
+        (row_position(partition, 0), row_position(partition, offset)),
+    ).fetchone()
+    found = None if row is None else Row(*row)
+    return found if found is not None and found.first <= offset < found.end else None
+
+
+def behind_accepted(accepted: Sequence[tuple[int, int]], offset: int) -> int:
+    """The first offset from this one on that no repair has given up. accepted: (first, last) in order."""
+    for first, last in accepted:
+        if first <= offset <= last:
+            offset = last + 1
+    return offset
 
 
 def _step_over(connection: apsw.Connection, partition: int, offset: int, end: int) -> int:
