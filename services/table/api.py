@@ -21,7 +21,7 @@ from services.core.broker.errors import BrokerError, OffsetOutOfRange
 from services.table import problems
 from services.table.access import Access, unknown_table
 from services.table.follower import Applied, Follower
-from services.table.http_server import Answer, Connection, Request
+from services.table.http_server import Answer, Request
 from services.table.problems import Refused
 from services.table.store import Change, Rebuild, Row, Store, now_ms
 
@@ -176,6 +176,9 @@ class Api:
         if token is not None and token.at_ms is not None and now_ms() - token.at_ms >= follower.max_age_ms:
             detail = "Tombstones since the token may be gone. Read the whole table again, and go on from its token."
             raise Refused(problems.TOKEN_EXPIRED, detail)
+        fresh = follower.fresh_ms if token is None else token.at_ms
+        if token is not None and not token.ends and fresh is None:  # from the beginning
+            fresh = now_ms()
         nexts = dict(follower.nexts) if token is None else {p: token.ends.get(p, -1) + 1 for p in follower.ends}
         if token is not None and any(nexts[p] > follower.ends[p] for p in nexts):
             raise _unknown_token()
@@ -185,41 +188,54 @@ class Api:
         metrics.TABLE_FOLLOWING.set(self._following)
         try:
             await request.connection.write(request.connection.start_stream(_STREAM))
-            await self._follow(follower, nexts, asked.get("prefix", b""), request.connection)
+            await self._follow(follower, nexts, fresh, asked.get("prefix", b""), request)
         finally:
             self._following -= 1
             metrics.TABLE_FOLLOWING.set(self._following)
         return None
 
-    async def _follow(self, follower: Follower, nexts: dict[int, int], prefix: bytes, connection: Connection) -> None:
-        incarnation = None if follower.store is None else follower.store.meta.incarnation
+    async def _follow(
+        self, follower: Follower, nexts: dict[int, int], fresh: int | None, prefix: bytes, request: Request
+    ) -> None:
+        """fresh: the time (ms) up to which the client knows everything; None: not known. While it reads old changes it is behind
+        the table, and may miss a tombstone that the table has seen."""
+        connection, built = request.connection, follower.built
+        idle_s = min(HEARTBEAT_S, follower.max_age_ms / 4000)
         while connection.is_open:
-            moved = False
+            moved, table_fresh = False, follower.fresh_ms
             for partition in list(follower.nexts):
                 nexts.setdefault(partition, 0)
-                piece = follower.recent(partition, nexts[partition])
-                if piece is None:
-                    try:
-                        piece = await follower.read(partition, nexts[partition])
-                    except OffsetOutOfRange:
-                        await connection.write(_end("token-expired"))
-                        return
-                    except BrokerError:
-                        piece = None
+                try:
+                    piece = await _read_piece(follower, partition, nexts[partition])
+                except OffsetOutOfRange:
+                    await connection.write(_end("token-expired"))
+                    return
                 if piece is None:
                     continue
                 moved = True
                 begin, nexts[partition] = nexts[partition], piece.next
-                ident = format_token(nexts, follower.fresh_ms).encode()
-                await connection.write(_render_changes(piece, begin, prefix, ident))
-            store = follower.store
-            if store is None or store.meta.incarnation != incarnation:
-                await connection.write(_end("table-rebuilt"))
+                await connection.write(_render_changes(piece, begin, prefix, format_token(nexts, fresh).encode()))
+            if (reason := self._why_end(follower, built, fresh, request)) is not None:
+                await connection.write(_end(reason))
                 return
+            if all(nexts.get(partition, 0) >= offset for partition, offset in follower.nexts.items()):
+                fresh = table_fresh
             if not moved:
-                await follower.wait_change(HEARTBEAT_S)
+                await follower.wait_change(idle_s)
                 if not any(follower.nexts.get(p, 0) > offset for p, offset in nexts.items()):
                     await connection.write(b":\n\n")
+
+    def _why_end(self, follower: Follower, built: int, fresh: int | None, request: Request) -> str | None:
+        """Why a client that follows must not go on; None: it may."""
+        if follower.store is None or follower.built != built:
+            return "table-rebuilt"
+        if fresh is not None and now_ms() - fresh >= follower.max_age_ms:
+            return "token-expired"
+        try:
+            self._access.authorise(self._access.authenticate(request), follower.stream)
+        except Refused:  # its key was revoked, or has expired
+            return "no-valid-key"
+        return None
 
     # Waiting and readiness.
 
@@ -244,6 +260,18 @@ class Api:
                 raise _unknown_token() from None
             detail = f"The table did not reach the token within {self._wait:g} s."
             raise Refused(problems.NOT_REACHED, detail, retry_after=1) from None
+
+
+async def _read_piece(follower: Follower, partition: int, offset: int) -> Applied | None:
+    """The changes from this offset on. None: there are none, or they cannot be read now. Raises OffsetOutOfRange."""
+    if (piece := follower.recent(partition, offset)) is not None:
+        return piece
+    try:
+        return await follower.read(partition, offset)
+    except OffsetOutOfRange:
+        raise
+    except BrokerError:
+        return None
 
 
 def _unknown_token() -> Refused:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import apsw
 import msgspec
 import structlog
 
@@ -65,6 +66,8 @@ class Follower:
         """By partition, when (ms) the table was last at the end, or began to be built."""
         self.reached: set[int] = set()
         """The partitions of which the table was at the end, since it was opened or built again."""
+        self.built = 0
+        """How many times the table was built again."""
         self.trouble: str | None = None
         self.turns = Turns(f"following {stream}")
         self._broker, self._path, self._thread = broker, folder / f"{stream}.db", thread
@@ -106,7 +109,10 @@ class Follower:
         if len(self._waiters) >= _MAX_WAITERS:
             return None
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append((ends, future))
+        if self.has(ends):  # since the caller looked: on a quiet stream nothing would wake it
+            future.set_result(None)
+        else:
+            self._waiters.append((ends, future))
         return future
 
     def recent(self, partition: int, offset: int) -> Applied | None:
@@ -155,7 +161,7 @@ class Follower:
                 await self._follow(stopping, retry)
             except Rebuild as rebuild:
                 await self._begin_again(rebuild)
-            except (BrokerError, OSError) as error:
+            except (BrokerError, OSError, apsw.Error) as error:  # the last: e.g. no room for the table's file
                 self._explain(error, is_new=retry.fail())
                 await retry.wait(stopping)
             self._measure()
@@ -296,13 +302,14 @@ class Follower:
         await self.close()
         self._rebuild, self.trouble = None, f"built again: {rebuild}"
         self.nexts, self.fresh, self.ends, self.reached = {}, {}, {}, set()
+        self.built += 1
         self._recent.clear()
         self._recent_bytes = 0
         self._checked_at = float("-inf")
         await self._blocking(lambda: Store.remove(self._path))
         self._wake()
 
-    def _explain(self, error: BrokerError | OSError, *, is_new: bool) -> None:
+    def _explain(self, error: BrokerError | OSError | apsw.Error, *, is_new: bool) -> None:
         """Raises Rebuild when the position is gone."""
         if isinstance(error, OffsetOutOfRange):
             self._rebuild = Rebuild("position_out_of_range", str(error))
@@ -312,6 +319,7 @@ class Follower:
             metrics.TABLE_READ_FAILURES.labels(self.stream, "damaged_record").inc()
         else:
             kind = "unknown_topic" if isinstance(error, UnknownTopic) else "broker"
+            kind = "table_file" if isinstance(error, apsw.Error) else kind
             metrics.TABLE_READ_FAILURES.labels(self.stream, kind).inc()
         if is_new or isinstance(error, DataDamaged):
             log.error(

@@ -119,6 +119,7 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._buffer = b""
+        self._in_head = False
         self._task: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._drained: asyncio.Future[None] | None = None
@@ -207,8 +208,13 @@ class Connection(asyncio.Protocol):
                     )
                     self._send(refuse(Refused(problems.HEAD_TOO_LARGE, detail, ends=True)))
                     return
-                self.deadline = self._loop.time() + (HEAD_S if self._buffer else IDLE_S)
+                if not self._buffer:
+                    self.deadline = self._loop.time() + IDLE_S
+                elif not self._in_head:  # from its first byte on: further ones do not prolong it
+                    self.deadline = self._loop.time() + HEAD_S
+                self._in_head = bool(self._buffer)
                 break
+            self._in_head = False
             head, self._buffer = self._buffer[:end], self._buffer[end + 4 :]
             self._answer(head)
         if self._transport is not None and not self._transport.is_closing() and len(self._buffer) <= MAX_AHEAD_BYTES:

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import apsw
 import orjson
@@ -16,7 +17,9 @@ from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import Unavailable
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.retention import enforce
+from services.core.keys import KeyRing, make_key
 from services.table import http_server
+from services.table.store import Store
 from tests.unit.table.running import STREAM, Table, make_get, running
 
 
@@ -188,6 +191,80 @@ async def read_events(reader: asyncio.StreamReader, count: int) -> list[tuple[st
             elif field == "id":
                 last = value
     return [(name, data, last) for name, data in found]
+
+
+async def test_the_id_of_a_client_that_is_behind_has_its_own_time(tmp_path: Path) -> None:
+    """Broken: a client that reads old changes, and is cut, goes on with an id that hides which tombstones it has missed."""
+    async with running(tmp_path, partitions=1) as table:
+        for number in range(3):
+            await table.put("a", b"%d" % number)
+        await table.until(lambda: table.follower.nexts.get(0) == 3)
+        await table.caught_up()
+        since = time.time_ns() // 1_000_000 - 60_000
+        reader, writer = await asyncio.open_connection("127.0.0.1", table.port)
+        writer.write(make_get(f"/v1/tables/{STREAM}?changes_after=0:0@{since}"))
+        assert (await read_events(reader, 2))[-1][2] == f"0:2@{since}"
+        table.follower.built += 1
+        assert b"event: end\n" in await reader.readuntil(b"event: end\n"), "it is told, however late it looks"
+        writer.close()
+
+
+async def test_a_client_whose_key_is_revoked_gets_no_more(tmp_path: Path) -> None:
+    """Broken: who has had a key once reads the table's changes for ever."""
+    token, entry = make_key(streams=[STREAM], scopes=["read"], created="2026-01-01T00:00:00Z")
+    async with running(tmp_path, partitions=1, ring=KeyRing([entry])) as table:
+        await table.caught_up()
+        reader, writer = await asyncio.open_connection("127.0.0.1", table.port)
+        writer.write(make_get(f"/v1/tables/{STREAM}?changes_after=", Authorization=f"Bearer {token}"))
+        await reader.readuntil(b"\r\n\r\n")
+        table.access.ring = KeyRing([])
+        await table.put("a", b"1")
+        assert b"no-valid-key" in await asyncio.wait_for(reader.read(), 60)
+        writer.close()
+
+
+async def test_a_token_that_is_reached_before_the_wait_begins(tmp_path: Path) -> None:
+    """Broken: a client that reads its own write gets 503 after the whole wait, on a stream that is quiet then."""
+    async with running(tmp_path, partitions=1) as table:
+        await table.put("a", b"1")
+        await table.until(lambda: table.follower.nexts.get(0) == 1)
+        waiting = table.follower.reach({0: 0})
+        assert waiting is not None
+        assert waiting.done()
+
+
+async def test_a_full_disk_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: the whole service ends when one table's file has no room, and reads with it."""
+    whole, left = Store.apply, [2]
+
+    def apply(store: Store, *given: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise apsw.FullError("database or disk is full")
+        whole(store, *given)
+
+    monkeypatch.setattr(Store, "apply", apply)
+    async with running(tmp_path, partitions=1) as table:
+        await table.put("a", b"1")
+        await table.until(lambda: table.follower.nexts.get(0) == 1)
+        assert await rows_of(table) == {"a": 1}
+
+
+async def test_a_head_that_comes_a_byte_at_a_time_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a client that never ends its head holds a connection for hours."""
+    monkeypatch.setattr(http_server, "HEAD_S", 0.3)
+    labels = {"reason": "slow_head"}
+    before = REGISTRY.get_sample_value("penstock_table_connections_cut_off_total", labels) or 0.0
+    async with running(tmp_path, partitions=1) as table:
+        _, writer = await asyncio.open_connection("127.0.0.1", table.port)
+        for _ in range(300):
+            writer.write(b"G")
+            await asyncio.sleep(0.02)
+            if (REGISTRY.get_sample_value("penstock_table_connections_cut_off_total", labels) or 0.0) > before:
+                break
+        else:
+            pytest.fail("it was not cut")
+        writer.close()
 
 
 async def test_clients_that_follow_are_bounded(tmp_path: Path) -> None:
