@@ -27,7 +27,7 @@ from tests.support.ports import free_port
 STREAM, PARTITIONS = "accounts", 4
 VALUE = b'{"id": "%b", "owner": "Ada Lovelace", "limit": 100, "note": "' + b"x" * 220 + b'"}'
 CONNECTIONS, PIPELINED = 16, 8
-_FLOOR = """
+FLOOR = """
 import sys, uvloop
 from aiohttp import web
 BODY = b"x" * 300
@@ -146,7 +146,7 @@ async def run(keys: int) -> None:
                 "--log-level",
                 "warning",
             )
-            floor = await asyncio.create_subprocess_exec(sys.executable, "-c", _FLOOR, str(floor_port))
+            floor = await asyncio.create_subprocess_exec(sys.executable, "-c", FLOOR, str(floor_port))
             try:
                 await wait_ready(port, b"/v1/tables/%b/%b" % (STREAM.encode(), key(keys - 1)))
                 print(f"from nothing to ready with {keys:,} keys: {time.monotonic() - start:.0f} s")

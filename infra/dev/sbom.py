@@ -23,7 +23,9 @@ from services.core.jvm.jars import AVRO_IDL  # noqa: E402  # as above
 from services.core.jvm.jars import read_lock as read_jars  # noqa: E402  # as above
 from services.core.version import VERSION  # noqa: E402  # as above
 
-NPM_LOCK = ROOT / "services" / "core" / "emulator" / "package-lock.json"
+NPM_LOCKS = [
+    ROOT / folder / "package-lock.json" for folder in ("services/core/emulator", "tests/support/schema_clients")
+]
 _RUN = ("services", "java")
 
 
@@ -49,9 +51,10 @@ def _jars() -> Iterator[dict[str, Any]]:
 
 
 def _modules() -> Iterator[dict[str, Any]]:
-    """Of the Kinesis emulator, which tests and demos run."""
+    """Of the Kinesis emulator, which tests and demos run, and of the clients that tests send to the registry."""
     seen = set()
-    for path, one in json.loads(NPM_LOCK.read_text(encoding="utf-8"))["packages"].items():
+    locks = [json.loads(lock.read_text(encoding="utf-8"))["packages"] for lock in NPM_LOCKS]
+    for path, one in (item for packages in locks for item in packages.items()):
         name = path.rpartition("node_modules/")[2]
         purl = f"pkg:npm/{name.replace('@', '%40')}@{one['version']}" if name else ""
         if purl and purl not in seen:

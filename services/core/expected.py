@@ -8,17 +8,22 @@ from services.core.metrics import FLEET_EXPECTED
 from services.core.pipes import PipeFile, needs_retrier
 
 
-def show_expected(pipes: PipeFile, *, ledger: bool) -> None:
-    """Set the metric. ledger: whether the services report, so that an observer must read. Later calls replace the list."""
+def show_expected(pipes: PipeFile, *, ledger: bool, registry: bool = False) -> None:
+    """Set the metric. ledger: whether the services report, so that an observer must read. registry: whether it is switched on.
+
+    Later calls replace the list.
+    """
     FLEET_EXPECTED.clear()
     for service, pipe in list_expected(pipes, ledger=ledger):
         FLEET_EXPECTED.labels(service, pipe).set(1)
+    if registry:
+        FLEET_EXPECTED.labels("registry", "").set(1)
 
 
 def list_expected(pipes: PipeFile, *, ledger: bool) -> list[tuple[str, str]]:
     """Each service, and the pipe that an expel or a transform is for, else "": they may be divided between processes.
 
-    Not the autoscaler: the pipe file does not say whether a fleet has one.
+    Not the autoscaler and the registry: the pipe file does not say whether a fleet has one.
     """
     expected = [("ingest", "")]
     if pipes.removed:

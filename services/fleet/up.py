@@ -68,7 +68,7 @@ async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> Asyn
         snapshot = settings.data.absolute() / SNAPSHOT
         await asyncio.to_thread(_keep, snapshot, contents, broker)
         keys = await asyncio.to_thread(keys_of_ingest, None if config is None else copy_in(snapshot, Path(config)))
-        show_expected(pipes, ledger=settings.ledger)
+        show_expected(pipes, ledger=settings.ledger, registry=settings.registry is not None)
         show_disk(settings.data.absolute())
         plan = make_plan(settings, pipes, broker, config, snapshot, has_retrier=topics.has_retrier, keys=keys)
         stop.check()

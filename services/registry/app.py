@@ -36,7 +36,7 @@ log = structlog.get_logger()
 async def start(settings: RegistrySettings, supervision: Supervision) -> None:
     """Run until the stop; there is nothing to drain. Raises BadConfiguration, OSError."""
     pipes = await asyncio.to_thread(load_pipes, settings.pipes)
-    show_expected(pipes, ledger=settings.ledger)
+    show_expected(pipes, ledger=settings.ledger, registry=True)  # of two, the one that is left says so
     loopback = is_loopback(parse_address(settings.listen)[0])
     access = Access(frozenset(settings.names.split(",")) - {""}, loopback=loopback)
     keys = watch_keys("registry", settings.keys, access) if settings.keys is not None else None

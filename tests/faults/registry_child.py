@@ -35,9 +35,17 @@ def make_schema(name: str, number: int) -> str:
     return json.dumps({"type": "record", "name": "R", "namespace": "t", "fields": [field]})
 
 
+async def _open_when_reachable(url: str) -> Registrar:
+    while True:
+        try:
+            return await open_registrar(url)
+        except StoreUnavailable:
+            continue
+
+
 async def register(url: str, name: str, count: int, subjects: int) -> None:
     """One registration at a time. A store without an answer is asked again."""
-    registrar = await open_registrar(url)
+    registrar = await _open_when_reachable(url)
     for number in itertools.count() if not count else range(count):
         candidate = await registrar.read(make_schema(name, number))
         while True:

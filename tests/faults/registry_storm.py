@@ -1,9 +1,8 @@
 """Four registries on one store that are killed at random moments, and the oracle over what they answered.
 
-python -m tests.faults.registry_storm --registrations 10000 [--store s3]      the long form of tests/faults/test_registry.py
+make soak ARGS="--registrations 10000 [--store s3]"      the long form of tests/faults/test_registry.py
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -106,21 +106,16 @@ async def check(url: str, storm: Storm) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """The long form."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--registrations", type=int, default=10_000)
-    parser.add_argument("--store", choices=["folder", "s3"], default="folder")
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
-    options = parser.parse_args()
-    print("seed", options.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        if options.store == "folder":
-            run_storm(f"file://{folder}/store", options.seed, options.registrations, 200)
-            return
-        with ObjectStoreServer(Path(folder)) as server:
-            os.environ.update(s3_environ(server))
-            run_storm(f"s3://{BUCKET}/store", options.seed, options.registrations, 200)
+def run(registrations: int, store: str, seed: int) -> int:
+    """The long form, on a folder or on `s3`. The exit status."""
+    print("seed", seed, flush=True)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        url = f"file://{folder}/store"
+        if store == "s3":
+            os.environ.update(s3_environ(stack.enter_context(ObjectStoreServer(Path(folder)))))
+            url = f"s3://{BUCKET}/store"
+        run_storm(url, seed, registrations, 200)
+    return 0
 
 
 def run_storm(url: str, seed: int, registrations: int, kill_after: int) -> Storm:
@@ -141,7 +136,3 @@ def s3_environ(server: ObjectStoreServer) -> dict[str, str]:
         "AWS_SECRET_ACCESS_KEY": "emulator",
         "AWS_REGION": "us-east-1",
     }
-
-
-if __name__ == "__main__":
-    main()

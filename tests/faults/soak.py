@@ -26,7 +26,7 @@ from services.core.broker.connect import open_broker
 from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.kafka import KafkaCluster
 from services.fleet.folder import ProcessState, read_state
-from tests.faults import soak_cluster, soak_doubt, soak_fidelity, soak_incidents, soak_outage
+from tests.faults import registry_storm, soak_cluster, soak_doubt, soak_fidelity, soak_incidents, soak_outage
 from tests.faults.fleet import wait_until
 from tests.faults.sender import Sender
 from tests.faults.sink import Sink, open_sink
@@ -339,6 +339,8 @@ def main() -> int:
     )
     parser.add_argument("--at-once", type=int, default=4, help="incidents at a time, each with a fleet of its own")
     parser.add_argument("--cluster", type=int, help="instead: so many kills on a Spark cluster")
+    parser.add_argument("--registrations", type=int, help="instead: so many, at four registries that are killed")
+    parser.add_argument("--store", choices=["folder", "s3"], default="folder", help="with --registrations")
     parser.add_argument("--outage", action="store_true", help="instead: a failing receiver, retrier and expel killed")
     parser.add_argument(
         "--doubt", action="store_true", help="instead: brokers frozen and cut off, batches of equal size"
@@ -358,6 +360,8 @@ def main() -> int:
         return rolling.main(arguments.minutes, arguments.rate, arguments.seed, **more)
     if arguments.strikes:
         return run_strikes(arguments.broker, arguments.strikes, arguments.rate, arguments.seed)
+    if arguments.registrations:
+        return registry_storm.run(arguments.registrations, arguments.store, arguments.seed)
     if arguments.incidents:
         return soak_incidents.run(arguments.incidents, arguments.at_once)
     if arguments.cluster:

@@ -38,10 +38,12 @@ def test_only_needed_services_are_expected() -> None:
 def test_the_list_is_replaced() -> None:
     """Broken: a service that the pipe file no longer needs is missed for ever."""
     pipes = PipeFile.model_validate({"streams": STREAMS})
-    show_expected(pipes, ledger=True)
+    show_expected(pipes, ledger=True, registry=True)
+    assert REGISTRY.get_sample_value("penstock_fleet_expected", {"service": "registry", "pipe": ""}) == 1
     show_expected(pipes, ledger=False)
     assert REGISTRY.get_sample_value("penstock_fleet_expected", {"service": "ingest", "pipe": ""}) == 1
     assert REGISTRY.get_sample_value("penstock_fleet_expected", {"service": "observer", "pipe": ""}) is None
+    assert REGISTRY.get_sample_value("penstock_fleet_expected", {"service": "registry", "pipe": ""}) is None
 
 
 async def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

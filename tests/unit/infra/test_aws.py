@@ -23,6 +23,7 @@ from services.expel.settings import ExpelSettings
 from services.global_retrier.settings import RetrierSettings
 from services.ingest.settings import IngestSettings
 from services.observer.settings import ObserverSettings
+from services.registry.settings import RegistrySettings
 from spark.settings import TransformSettings, check_master
 
 REPOSITORY = Path(__file__).parents[3]
@@ -260,6 +261,23 @@ def test_a_transform_has_its_checkpoints_in_the_bucket() -> None:
     assert kept["NoncurrentVersionExpiration"]["NoncurrentDays"] <= 7
 
 
+def test_a_registry_has_its_schemas_in_the_bucket() -> None:
+    """Broken: a registry cannot read or add schemas, can delete or replace other files, or needs a right on streams."""
+    found = template("service.yaml")
+    data = str(found["Resources"]["Template"]["Properties"]["LaunchTemplateData"]["UserData"])
+    [folder] = re.findall(r"PENSTOCK_REGISTRY_STORE=s3://\$\{Bucket\}/(\S+)", data)
+    role = found["Resources"]["Role"]["Properties"]
+    statements = [one for policy in role["Policies"] for one in policy["PolicyDocument"]["Statement"]]
+    objects, listing = (one["Fn::If"][1] for one in statements if one.get("Fn::If", [""])[0] == "IsRegistry")
+    assert objects["Action"] == ["s3:GetObject", "s3:PutObject"]
+    assert objects["Resource"]["Fn::Sub"].endswith(f"${{Bucket}}/{folder}/*")
+    assert (listing["Action"], listing["Condition"]) == ("s3:ListBucket", {"StringLike": {"s3:prefix": f"{folder}/*"}})
+    assert role["ManagedPolicyArns"]["Fn::If"][0] == "HasBroker"
+    flags = found["Mappings"]["Services"]["registry"]["Flags"]
+    port = template("balancer.yaml")["Resources"]["TargetGroup"]["Properties"]["Port"]
+    assert f"PENSTOCK_REGISTRY_LISTEN=0.0.0.0:{port}" in flags, "one balancer template for both"
+
+
 def test_a_transform_on_emr() -> None:
     """Broken: the script of EMR's nodes gives settings that the transform does not know, gets other arguments than it reads, or
     may not read what it fetches."""
@@ -301,6 +319,7 @@ def test_settings_that_instances_get_exist() -> None:
         AutoscalerSettings,
         ObserverSettings,
         RetrierSettings,
+        RegistrySettings,
     )
     known = {variable_name(model, field) for model in models for field in model.model_fields}
     given = set(re.findall(r"PENSTOCK_[A-Z_]+", (FOLDER / "service.yaml").read_text()))

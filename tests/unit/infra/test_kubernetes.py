@@ -23,6 +23,7 @@ from services.fleet.pipe_check import check_pipe_file
 from services.global_retrier.settings import RetrierSettings
 from services.ingest.settings import IngestSettings
 from services.observer.settings import ObserverSettings
+from services.registry.settings import RegistrySettings
 from spark.master import MasterKind
 from spark.settings import TransformSettings
 from tests.unit.infra.dockerfile import read_dockerfile
@@ -36,10 +37,13 @@ SETTINGS: dict[str, type[Settings]] = {
     "services.global_retrier": RetrierSettings,
     "services.observer": ObserverSettings,
     "services.autoscaler": AutoscalerSettings,
+    "services.registry": RegistrySettings,
     "spark": TransformSettings,
 }
 SCALED = {"ingest", "expel", "global-retrier"}
 SINGLE = {"observer", "transform", "autoscaler"}
+FIXED = {"registry": 2}
+"""They share a bucket. One may be lost."""
 ONE_AT_A_TIME = {"autoscaler"}
 """Two at once would decide twice. Of transform and observer the second stands by."""
 
@@ -77,7 +81,7 @@ def test_schemas(path: Path) -> None:
 
 def test_every_file_is_applied() -> None:
     """Broken: a service is left out, or its names in the cluster and in the files differ."""
-    for folder in ("base", "autoscaled", "cluster"):
+    for folder in ("base", "autoscaled", "cluster", "registry"):
         kustomization = yaml.safe_load((INFRA / "kubernetes" / folder / "kustomization.yaml").read_text())
         listed = {name for name in kustomization["resources"] if not name.startswith("../")}
         assert listed == {path.name for path in FILES if path.parent.name == folder}
@@ -96,12 +100,14 @@ def test_every_service_has_its_objects() -> None:
         set(DEPLOYMENTS)
         == set(of_kind("PodDisruptionBudget"))
         == set(of_kind("Service")) - {"fleet"}
-        == SCALED | SINGLE
+        == SCALED | SINGLE | set(FIXED)
     )
     scalers = of_kind("HorizontalPodAutoscaler")
     assert {scaler["scaleTargetRef"]["name"] for scaler in scalers.values()} == set(scalers) == SCALED
     for name, spec in DEPLOYMENTS.items():
-        assert spec.get("replicas") == (None if name in SCALED else 1), "an apply would undo the scaler's number"
+        assert spec.get("replicas") == (None if name in SCALED else FIXED.get(name, 1)), (
+            "an apply would undo the scaler's number"
+        )
         assert spec["strategy"]["type"] == ("Recreate" if name in ONE_AT_A_TIME else "RollingUpdate")
         if name not in ONE_AT_A_TIME:
             rolling = spec["strategy"]["rollingUpdate"]
@@ -217,6 +223,25 @@ def test_keys_can_be_read_as_the_secret_mounts_them(tmp_path: Path) -> None:
     assert load_settings(IngestSettings, [], environment()).keys == Path(mount["mountPath"]) / "keys.yaml"
 
 
+def test_the_registry_keeps_nothing_in_the_cluster() -> None:
+    """Broken: two registries have two stores; one starts without keys; or its clients ask under a name that it refuses."""
+    [container] = PODS["registry"]["containers"]
+    variables = {one["name"]: one["value"] for one in container["env"]}
+    settings = load_settings(RegistrySettings, [], environment() | variables)
+    assert settings.store.startswith("s3://")
+    assert [volume["name"] for volume in PODS["registry"]["volumes"]] == ["config", "tmp", "keys"]
+    [mount] = [one for one in container["volumeMounts"] if one["name"] == "keys"]
+    assert settings.keys == Path(mount["mountPath"]) / "keys.yaml"
+    assert settings.names.split(",")[0] == "registry"
+    port = parse_address(settings.listen)[1]
+    assert {"name": "http", "containerPort": port} in container["ports"]
+    policy = of_kind("NetworkPolicy")["schemas"]
+    assert policy["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "registry"}
+    assert policy["ingress"] == [{"from": [{"namespaceSelector": {}}], "ports": [{"port": port}]}]
+    assert policy["egress"][0]["to"] == of_kind("NetworkPolicy")["receivers"]["egress"][0]["to"]
+    assert policy["egress"][0]["ports"] == [{"port": 443}]
+
+
 def test_only_the_scaled_can_be_scaled() -> None:
     """Broken: the autoscaler may change what it must not, the HPAs work against it, or the observer tells everybody."""
     [role] = [one for one in OBJECTS if one["kind"] == "Role" and one["metadata"]["name"] == "autoscaler"]
@@ -253,7 +278,7 @@ def test_only_the_scaled_can_be_scaled() -> None:
 
 def test_pods_are_spread_over_hosts() -> None:
     """Broken: one node takes a whole group with it."""
-    for name in SCALED:
+    for name in SCALED | set(FIXED):
         spread = DEPLOYMENTS[name]["template"]["spec"]["topologySpreadConstraints"]
         assert {one["topologyKey"] for one in spread} == {"topology.kubernetes.io/zone", "kubernetes.io/hostname"}
         for one in spread:

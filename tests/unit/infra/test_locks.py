@@ -66,10 +66,18 @@ def test_the_set_up_installs_nothing_unchecked() -> None:
     assert re.findall(r"infra/lock/(\$?\w+)\.txt", "".join(installs)) == ["$1", "build", "services", "java"]
 
 
-def test_the_modules_of_npm_have_their_hashes() -> None:
-    """Broken: the Kinesis emulator is another program than the one that was tried."""
-    lock = REPOSITORY / "services" / "core" / "emulator" / "package-lock.json"
-    modules = {name: one for name, one in json.loads(lock.read_text())["packages"].items() if name}
+NPM_LOCKS = ["services/core/emulator/package-lock.json", "tests/support/schema_clients/package-lock.json"]
+
+
+def modules_of(lock: str) -> dict[str, dict[str, str]]:
+    """By their places."""
+    return {name: one for name, one in json.loads((REPOSITORY / lock).read_text())["packages"].items() if name}
+
+
+@pytest.mark.parametrize("lock", NPM_LOCKS)
+def test_the_modules_of_npm_have_their_hashes(lock: str) -> None:
+    """Broken: the Kinesis emulator, or a client of the registry, is another program than the one that was tried."""
+    modules = modules_of(lock)
     assert modules
     assert all(one["integrity"].startswith("sha512-") for one in modules.values())
 
@@ -92,6 +100,11 @@ def test_the_bill_of_materials_names_everything(tmp_path: Path) -> None:
     jars = set(re.findall(r"^(\S+):(\S+):(\S+) ([0-9a-f]{64})$", LOCK_FILE.read_text(), re.MULTILINE))
     described = [one for purl, one in found.items() if purl.startswith("pkg:maven/")]
     assert jars == {(one["group"], one["name"], one["version"], one["hashes"][0]["content"]) for one in described}
-    assert any(purl.startswith("pkg:npm/") for purl in found)
+    modules = {
+        (name.rpartition("node_modules/")[2], one["version"])
+        for lock in NPM_LOCKS
+        for name, one in modules_of(lock).items()
+    }
+    assert modules == {(one["name"], one["version"]) for purl, one in found.items() if purl.startswith("pkg:npm/")}
     scopes = {one["name"]: one["scope"] for one in found.values()}
     assert (scopes["aiohttp"], scopes["pytest"], scopes["hatchling"]) == ("required", "excluded", "excluded")
