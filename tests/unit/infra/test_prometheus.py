@@ -113,7 +113,7 @@ def test_labels_of_pods(tmp_path: Path) -> None:
             targets.append(labels)
             expected.append(wanted if port["name"] == "management" else None)
     targets.append({**targets[-1], "__meta_kubernetes_pod_phase": "Failed"})
-    assert len({one["component"] for one in expected if one}) == 6
+    assert len({one["component"] for one in expected if one}) == 7
     assert discover("prometheus.kubernetes.yml", targets, tmp_path) == [*expected, None]
 
 

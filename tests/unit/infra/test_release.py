@@ -25,6 +25,7 @@ class Clone:
             "infra",
             "examples",
             "tests/releases",
+            "tests/support/schema_clients",
             "LICENSE",
             "docs",
             "*.md",
