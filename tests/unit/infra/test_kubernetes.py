@@ -24,6 +24,7 @@ from services.global_retrier.settings import RetrierSettings
 from services.ingest.settings import IngestSettings
 from services.observer.settings import ObserverSettings
 from services.registry.settings import RegistrySettings
+from services.table.settings import TableSettings
 from spark.master import MasterKind
 from spark.settings import TransformSettings
 from tests.unit.infra.dockerfile import read_dockerfile
@@ -36,6 +37,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "services.expel": ExpelSettings,
     "services.global_retrier": RetrierSettings,
     "services.observer": ObserverSettings,
+    "services.table": TableSettings,
     "services.autoscaler": AutoscalerSettings,
     "services.registry": RegistrySettings,
     "spark": TransformSettings,
@@ -62,7 +64,9 @@ def of_kind(kind: str) -> dict[str, dict[str, Any]]:
 
 
 PODS = {
-    one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in OBJECTS if one["kind"] in ("Deployment", "Job")
+    one["metadata"]["name"]: one["spec"]["template"]["spec"]
+    for one in OBJECTS
+    if one["kind"] in ("Deployment", "StatefulSet", "Job")
 }
 
 
@@ -81,7 +85,7 @@ def test_schemas(path: Path) -> None:
 
 def test_every_file_is_applied() -> None:
     """Broken: a service is left out, or its names in the cluster and in the files differ."""
-    for folder in ("base", "autoscaled", "cluster", "registry"):
+    for folder in ("base", "autoscaled", "cluster", "registry", "tables"):
         kustomization = yaml.safe_load((INFRA / "kubernetes" / folder / "kustomization.yaml").read_text())
         listed = {name for name in kustomization["resources"] if not name.startswith("../")}
         assert listed == {path.name for path in FILES if path.parent.name == folder}
@@ -96,12 +100,10 @@ def test_every_file_is_applied() -> None:
 
 def test_every_service_has_its_objects() -> None:
     """Broken: a service is not watched, all of it goes at once when nodes are drained, or it is scaled although it is one."""
-    assert (
-        set(DEPLOYMENTS)
-        == set(of_kind("PodDisruptionBudget"))
-        == set(of_kind("Service")) - {"fleet"}
-        == SCALED | SINGLE | set(FIXED)
-    )
+    assert set(DEPLOYMENTS) == SCALED | SINGLE | set(FIXED)
+    assert set(of_kind("StatefulSet")) == {"table"}
+    expected = SCALED | SINGLE | set(FIXED) | {"table"}
+    assert set(of_kind("PodDisruptionBudget")) == set(of_kind("Service")) - {"fleet"} == expected
     scalers = of_kind("HorizontalPodAutoscaler")
     assert {scaler["scaleTargetRef"]["name"] for scaler in scalers.values()} == set(scalers) == SCALED
     for name, spec in DEPLOYMENTS.items():
@@ -242,6 +244,30 @@ def test_the_registry_keeps_nothing_in_the_cluster() -> None:
     assert policy["egress"][0]["ports"] == [{"port": 443}]
 
 
+def test_each_replica_of_the_tables_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: two replicas write one file; a table is on a disk that a new pod does not have; or it gets work while it lacks events."""
+    for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
+        monkeypatch.delenv(name)
+    spec = of_kind("StatefulSet")["table"]
+    pod = spec["template"]["spec"]
+    [container] = pod["containers"]
+    [claim] = [one["metadata"]["name"] for one in spec["volumeClaimTemplates"]]
+    [mount] = [one["mountPath"] for one in container["volumeMounts"] if one["name"] == claim]
+    settings = load_settings(TableSettings, [], environment())
+    assert settings.data.parent == Path(mount)
+    assert settings.address() == ("0.0.0.0", 8082)
+    assert {"name": "http", "containerPort": 8082} in container["ports"]
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "management"}
+    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "management"}
+    assert pod["terminationGracePeriodSeconds"] >= settings.drain + CLOSE_S + 10
+    [keys] = [one["mountPath"] for one in container["volumeMounts"] if one["name"] == "keys"]
+    assert settings.keys == Path(keys) / "keys.yaml"
+    labels = {"app.kubernetes.io/name": "table"}
+    assert spec["selector"]["matchLabels"] == of_kind("Service")["table"]["selector"] == labels
+    assert of_kind("PodDisruptionBudget")["table"]["selector"]["matchLabels"] == labels
+    assert spec["replicas"] > 1, "one builds its table again, the other answers"
+
+
 def test_only_the_scaled_can_be_scaled() -> None:
     """Broken: the autoscaler may change what it must not, the HPAs work against it, or the observer tells everybody."""
     [role] = [one for one in OBJECTS if one["kind"] == "Role" and one["metadata"]["name"] == "autoscaler"]
@@ -298,7 +324,8 @@ def test_nobody_is_reached_but_as_written() -> None:
         if "from" not in rule
         for port in rule["ports"]
     }
-    assert open_to_all == {("events", 8080)}
+    assert open_to_all == {("events", 8080), ("tables", 8082)}
+    assert policies["tables"]["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "table"}
     assert policies["events"]["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "ingest"}
     kafka = {port["port"] for rule in policies["names-and-broker"]["egress"] for port in rule["ports"]}
     assert kafka == {53, 9092}

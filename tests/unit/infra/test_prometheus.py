@@ -99,7 +99,7 @@ def test_labels_of_pods(tmp_path: Path) -> None:
     expected: list[dict[str, str] | None] = []
     files = [path for path in (REPOSITORY / "infra" / "kubernetes").rglob("*.yaml") if path.parent.name != "config"]
     for deployment in (one for file in files for one in yaml.safe_load_all(file.read_text())):
-        if deployment["kind"] != "Deployment":
+        if deployment["kind"] not in ("Deployment", "StatefulSet"):
             continue
         template = deployment["spec"]["template"]
         meta = {f"label_{name}": value for name, value in template["metadata"]["labels"].items()}
@@ -113,7 +113,7 @@ def test_labels_of_pods(tmp_path: Path) -> None:
             targets.append(labels)
             expected.append(wanted if port["name"] == "management" else None)
     targets.append({**targets[-1], "__meta_kubernetes_pod_phase": "Failed"})
-    assert len({one["component"] for one in expected if one}) == 7
+    assert len({one["component"] for one in expected if one}) == 8
     assert discover("prometheus.kubernetes.yml", targets, tmp_path) == [*expected, None]
 
 
