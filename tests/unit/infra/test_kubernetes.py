@@ -245,7 +245,7 @@ def test_the_registry_keeps_nothing_in_the_cluster() -> None:
 
 
 def test_each_replica_of_the_tables_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken: two replicas write one file; a table is on a disk that a new pod does not have; or it gets work while it lacks events."""
+    """Broken: two replicas write one file; a new pod lacks the disk of its table; or it gets work while it lacks events."""
     for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
         monkeypatch.delenv(name)
     spec = of_kind("StatefulSet")["table"]
