@@ -60,7 +60,7 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
         "PENSTOCK_INGEST_WAITT: unknown setting",
         (
             f"{file}:3: ingset: unknown section. Try one of: "
-            "autoscaler, expel, fleet, ingest, observer, registry, retrier, transform, up"
+            "autoscaler, expel, fleet, ingest, observer, registry, retrier, table, transform, up"
         ),
         f"{file}:2: fleet.brocker: unknown key. Try one of: broker, ledger, log_level, pipes",
         f"{file}:6: ingest.acks: unknown key. Try one of: drain, management, max_body, open_to_all, wait, workers",

@@ -312,7 +312,7 @@ def test_apply_creates_keeps_and_never_grows_silently(shell: Shell, tmp_path: Pa
     assert shell.run("apply", "--broker", broker, "--json") == 0
     fleet = ["penstock.telemetry", "penstock.observer", "penstock.audit", "penstock.control"]
     topics = ["b", "a", "p.dead", *fleet]
-    nothing: dict[str, object] = {"removed": {}, "changes": [], "partitions": []}
+    nothing: dict[str, object] = {"removed": {}, "changes": [], "partitions": [], "altered": []}
     assert json.loads(shell.out) == {"created": topics, "grown": [], "kept": [], **nothing}
     assert shell.run("apply", "--broker", broker, "--json") == 0
     assert json.loads(shell.out)["kept"] == topics

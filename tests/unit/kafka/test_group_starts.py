@@ -47,6 +47,8 @@ class Stored:
     async def describe_agreed(self, _topics: Iterable[str]) -> dict[str, TopicState]:
         return {GROUPS: TopicState({}, internal=False, id=self.id)} if self.id else {}
 
+    describe = describe_agreed
+
     async def read(self, _cluster: Any, _source: Any, _leader: int, offset: int, **_: Any) -> Fetched:
         return Fetched(bytes(b"".join(self.batches[offset:])))
 
