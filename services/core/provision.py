@@ -185,6 +185,7 @@ async def ensure_topics(
         for spec in specs
         if spec.name in existing and existing[spec.name] < spec.partitions
     ]
+    _require_fixed_tables([spec for spec in specs if spec.compact], {topic for topic, _, _ in lacking})
     if lacking and not grow:
         raise TooFewPartitions(lacking, () if recorder is None else await recorder.find_keyless())
     await admin.check_durability([spec.name for spec in specs if spec.name in existing])
@@ -211,6 +212,12 @@ def find_absent(existing: Collection[str], pipes: PipeFile) -> dict[str, str]:
     return {name: topic for name, topic in existing_topics(pipes).names.items() if name not in existing}
 
 
+def _require_fixed_tables(compacted: Collection[TopicSpec], lacking: Collection[str]) -> None:
+    """Raises UnsafeTopic for compacted topics that the file would grow."""
+    if problems := [(spec.name, "partitions", _TABLE_GROWS) for spec in compacted if spec.name in lacking]:
+        raise UnsafeTopic(problems)
+
+
 async def check_compaction(admin: Admin, pipes: PipeFile, existing: Collection[str]) -> None:
     """Raises UnsafeTopic when the broker cannot compact, or an existing stream is compacted and the file says otherwise: a table
     would lack what was removed before, or a stream would lose events that it should keep."""
@@ -229,6 +236,10 @@ async def check_compaction(admin: Admin, pipes: PipeFile, existing: Collection[s
 _NOT_COMPACTED = (
     "the topic exists and is not compacted, so the newest event of a key may be gone already. Try: a stream with another name, "
     "and a pipe that copies this one into it"
+)
+_TABLE_GROWS = (
+    "the topic is compacted and has fewer partitions. More of them would move keys, and their former events would stay for ever. "
+    "Try: the number that the topic has, or a stream with another name"
 )
 _IS_COMPACTED = (
     "the topic exists and is compacted, so it loses events that a newer one of their key replaces. Try: compact: true, or a "

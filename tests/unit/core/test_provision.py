@@ -196,5 +196,9 @@ async def test_whether_a_stream_is_compacted_never_changes_silently(broker: Brok
     await broker.admin.delete_topic("a")
     await ensure_topics(broker.admin, compacted)
     assert await broker.admin.compacted(["a", "b"]) == {"a"}
+    larger = PipeFile.model_validate({"streams": {"a": {"compact": True, "partitions": 8}}})
+    with pytest.raises(UnsafeTopic, match="would move keys"):
+        await ensure_topics(broker.admin, larger, grow=True)
+    assert (await broker.admin.topics())["a"] == 4
     with pytest.raises(UnsafeTopic, match="exists and is compacted"):
         await ensure_topics(broker.admin, plain)
