@@ -107,8 +107,8 @@ class Desk:
         finally:
             await command.kill()
 
-    async def send(self, file: Path, *arguments: str) -> "Command":
-        return await self.run("send", "events", file, "--url", f"http://127.0.0.1:{self.ingest_port}", *arguments)
+    async def send(self, file: Path, *arguments: str, stream: str = "events") -> "Command":
+        return await self.run("send", stream, file, "--url", f"http://127.0.0.1:{self.ingest_port}", *arguments)
 
     async def state(self) -> FleetState:
         state = await asyncio.to_thread(read_state, self.data)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
+import aiohttp
 import pytest
 from aiokafka.protocol.admin import CreateAclsRequest, DeleteAclsRequest
 
@@ -32,6 +33,7 @@ USERS: dict[str, User] = {
     "expel": "expel",
     "retrier": "retrier",
     "observer": "observer",
+    "table": "table",
     "autoscaler": "autoscaler",
     "transform": "transform",
     "deployer": "command line",
@@ -93,7 +95,7 @@ async def test_each_service_works_with_its_rights_and_names_a_missing_one(kafka:
     desk = Desk(tmp_path)
     retried = "schedule: [1s], retry: {attempts: 1}"
     (tmp_path / "pipes.yaml").write_text(
-        "streams: {events: {id: id, columns: id STRING}, copies: {}, results: {}}\n"
+        "streams: {events: {id: id, columns: id STRING}, copies: {}, results: {}, latest: {compact: true, key: id}}\n"
         "pipes:\n  p:\n    sources: [events]\n    destinations:\n"
         f"      - {{name: d, webhook: {{url: 'http://127.0.0.1:{desk.hook_port}/', secret: {{file: webhook.secret}}}}}}\n"
         f"      - {{name: bad, webhook: {{url: 'http://127.0.0.1:{free_port()}/', {retried}}}}}\n"
@@ -105,6 +107,7 @@ async def test_each_service_works_with_its_rights_and_names_a_missing_one(kafka:
     rights = {user: rights_of(service, pipes) for user, service in USERS.items()}
     urls = {user: kafka.url("scram", kafka.write(tmp_path / user, user=user)) for user in USERS}
     open_to = "--allow-networks", "127.0.0.0/8"
+    tables = free_port()
     async with open_acls(kafka, tmp_path / "operator") as acls, AsyncExitStack() as running:
         for user, own in rights.items():
             await acls.grant(user, own)
@@ -114,9 +117,10 @@ async def test_each_service_works_with_its_rights_and_names_a_missing_one(kafka:
         await acls.revoke("expel", lacking)
         more = {"ingest": ("--listen", f"127.0.0.1:{desk.ingest_port}"), "expel": open_to}
         more["observer"] = ("--listen", "127.0.0.1:0")
+        more["table"] = ("--listen", f"127.0.0.1:{tables}", "--data", str(tmp_path / "tables"))
         more["transform"] = ("--data", str(tmp_path / "data"))
         services: dict[str, Service] = {}
-        for user in ("transform", "ingest", "expel", "retrier", "observer", "autoscaler"):
+        for user in ("transform", "ingest", "expel", "retrier", "observer", "table", "autoscaler"):
             arguments = ("--broker", urls[user], "--pipes", str(tmp_path / "pipes.yaml"), *more.get(user, ()))
             one = Service(user, _MODULES.get(user, f"services.{user}"), arguments, tmp_path)
             await one.start()
@@ -138,6 +142,15 @@ async def test_each_service_works_with_its_rights_and_names_a_missing_one(kafka:
                     return len(desk.ids) == 20 and [sum(one.end for one in each.values()) for each in ends] == [20] * 3
 
                 await until("delivered, copied, transformed and, after a wait at the retrier, dead", all_arrived)
+        sent = await desk.send(desk.write_events(1), stream="latest")
+        assert sent.process.returncode == 0, sent.out + sent.err
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{tables}") as client:
+
+            async def is_served() -> bool:
+                async with client.get("/v1/tables/latest?prefix=") as answer:
+                    return len((await answer.json())["rows"]) == 1
+
+            await until("the table has the row", is_served)
         for verb in (("destination", "pause", "d"), ("dead", "list"), ("destination", "resume", "d")):
             done = await desk.run(*verb, "--broker", urls["deployer"])
             assert done.process.returncode == 0, done.out + done.err

@@ -16,7 +16,7 @@ START_S = 600.0
 _SASL = "org.apache.kafka.common.security"
 OPERATOR = "operator"
 """A user who may do everything."""
-CLIENTS = ("ingest", "expel", "retrier", "observer", "autoscaler", "transform", "deployer")
+CLIENTS = ("ingest", "expel", "retrier", "observer", "table", "autoscaler", "transform", "deployer")
 """Users without rights; a test gives them some."""
 
 
