@@ -115,7 +115,8 @@ async def test_each_service_works_with_its_rights_and_names_a_missing_one(kafka:
         assert applied.process.returncode == 0, applied.out + applied.err
         lacking = Right("Write", "topic", "p.dead")
         await acls.revoke("expel", lacking)
-        more = {"ingest": ("--listen", f"127.0.0.1:{desk.ingest_port}"), "expel": open_to}
+        more: dict[str, tuple[str, ...]] = {"expel": open_to}
+        more["ingest"] = ("--listen", f"127.0.0.1:{desk.ingest_port}")
         more["observer"] = ("--listen", "127.0.0.1:0")
         more["table"] = ("--listen", f"127.0.0.1:{tables}", "--data", str(tmp_path / "tables"))
         more["transform"] = ("--data", str(tmp_path / "data"))
