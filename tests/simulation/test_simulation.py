@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,7 +11,8 @@ from tests.simulation.patches import PATCHES, ROOT, Patch
 from tests.simulation.tested_mends import MENDS, Mend, run_without
 
 SEEDS = 2000
-WORKERS = 2
+SHARE = 250
+"""Seeds of a process. The workers share them."""
 QUICK_WITHIN = 500
 OF_A_DAY = 2
 
@@ -23,17 +23,15 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True, env=environ, timeout=1200)
 
 
-def test_no_history_breaks_a_promise() -> None:
+@pytest.mark.parametrize("first", range(0, SEEDS, SHARE))
+def test_no_history_breaks_a_promise(first: int) -> None:
     """Broken: an acknowledged event is lost, altered or out of order, or what was refused arrives, in a seed's history.
 
     To see it: make simulate ARGS="--seed N".
     """
-    share = SEEDS // WORKERS
-    with ThreadPoolExecutor(WORKERS) as pool:
-        found = list(pool.map(lambda n: _run("--first", str(n * share), "--seeds", str(share)), range(WORKERS)))
-    for one in found:
-        print(one.stdout[-5000:], one.stderr[-5000:])
-    assert [one.returncode for one in found] == [0] * WORKERS
+    found = _run("--first", str(first), "--seeds", str(SHARE))
+    print(found.stdout[-5000:], found.stderr[-5000:])
+    assert found.returncode == 0
 
 
 @pytest.mark.parametrize("seed", [21, 59, 63])
