@@ -67,7 +67,7 @@ class LogHarness:
         )
         try:
             assert child.stdout is not None
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(300):
                 assert await child.stdout.readline() == b"holds\n"
         finally:
             os.kill(child.pid, signal.SIGKILL)

@@ -11,7 +11,7 @@ from services.core.broker.contract import Appended, Broker, Consumer
 from services.core.broker.errors import BrokerError, NotOwner
 from services.core.broker.record import Batch, Record, TopicPartition
 
-DEADLINE = 240.0
+DEADLINE = 600.0
 """Seconds that a condition may take before the test fails: generous, a busy machine is no defect."""
 
 BASE_TIME = 1_700_000_000_000

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.core.jvm.child import start_child, stop_child
 from tests.support.ports import free_port
 
-DEADLINE = 240.0
+DEADLINE = 600.0
 """Seconds that a condition may take before a test fails: generous, a busy machine is no defect."""
 _SAMPLE_S = 0.2
 

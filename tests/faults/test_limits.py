@@ -185,7 +185,6 @@ async def test_few_file_descriptors(url: str, tmp_path: Path, report: Report) ->
         report(await trial.judge())
 
 
-@pytest.mark.timeout(300)
 async def test_pipelines_that_nobody_reads(log_url: str, tmp_path: Path, report: Report) -> None:
     """If it fails, a thousand clients that send and do not read take the memory of all, or those who read get no answer."""
     async with open_trial("26 pipelines that nobody reads", log_url, tmp_path) as trial:
@@ -204,7 +203,6 @@ async def test_pipelines_that_nobody_reads(log_url: str, tmp_path: Path, report:
         report(await trial.judge())
 
 
-@pytest.mark.timeout(300)
 async def test_small_bodies_of_millions_of_brackets(log_url: str, tmp_path: Path, report: Report) -> None:
     """If it fails, a few kilobytes take hundreds of megabytes, or end ingest, or let nobody else in."""
     async with open_trial("26 small bodies of millions of brackets", log_url, tmp_path) as trial:

@@ -21,7 +21,7 @@ from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.repair import verify
 
 TOPIC = "orders"
-DEADLINE = 240.0
+DEADLINE = 600.0
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tests.support.freeze import freeze
 
 TOPIC = "orders"
 LEASE = 600
-DEADLINE = 120.0
+DEADLINE = 300.0
 ALL = {TopicPartition(TOPIC, partition) for partition in range(4)}
 
 

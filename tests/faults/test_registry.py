@@ -18,7 +18,7 @@ from tests.faults.registry_child import make_schema, open_registrar
 from tests.faults.registry_storm import run_storm, s3_environ
 from tests.support.object_store import BUCKET, ObjectStoreServer
 
-DEADLINE = 300
+DEADLINE = 600
 
 
 @pytest.fixture(scope="module")

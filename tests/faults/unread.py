@@ -78,7 +78,7 @@ class Flood:
 
     async def until_still(self) -> None:
         """Until nothing more was taken, and no connection ended, for some time."""
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             before = None
             while before != (self.sent, self.ended):
                 before = self.sent, self.ended

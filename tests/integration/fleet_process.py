@@ -17,7 +17,7 @@ from services.fleet.folder import FleetState, read_state
 from services.fleet.receiver import Received, Receiver, serve_receiver
 from tests.support.ports import free_port
 
-DEADLINE = 400.0
+DEADLINE = 900.0
 """Seconds; a quiet machine needs a sixth of them."""
 REPOSITORY = Path(__file__).parents[2]
 SECRET = "whsec_" + "a2V5" * 8

@@ -20,7 +20,7 @@ from services.core.retry_state import RetryState, unwrap, wrap
 from services.core.topic_names import RETRY_IN, retry_topic
 from tests.support.ports import free_port
 
-DEADLINE_S = 240.0
+DEADLINE_S = 600.0
 
 
 @dataclass

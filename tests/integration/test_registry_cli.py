@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.unit.registry.service import Client, running_registry
 from tests.unit.registry.test_api import IDL, INCOMPATIBLE, V1
 
-DEADLINE = 120
+DEADLINE = 600
 
 
 async def penstock(client: Client, *arguments: str | Path) -> tuple[int, str]:

@@ -21,7 +21,7 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 from tests.support.schema_clients import FOLDER, install
 from tests.unit.registry.service import running_registry
 
-DEADLINE = 300
+DEADLINE = 600
 CLICK = '{"type":"record","name":"Click","namespace":"com.acme","fields":[{"name":"page","type":"string"}]}'
 WIDER = CLICK.replace("]}", ',{"name":"user","type":"long"}]}')
 ADDRESS = '{"type":"record","name":"Address","namespace":"com.acme","fields":[{"name":"street","type":"string"}]}'

@@ -30,7 +30,7 @@ async def read_values(bootstrap: str, topic: str) -> list[bytes]:
         consumer.assign([partition])
         end = (await consumer.end_offsets([partition]))[partition]
         values: list[bytes] = []
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while await consumer.position(partition) < end:
                 batches = await consumer.getmany(timeout_ms=500)
                 values += [record.value for records in batches.values() for record in records]

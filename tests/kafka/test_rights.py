@@ -82,7 +82,7 @@ async def open_acls(kafka: SecuredKafka, folder: Path) -> AsyncIterator[Acls]:
 
 
 async def until(what: str, holds: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(200):
+    async with asyncio.timeout(600):
         while not await holds():
             await asyncio.sleep(0.05)
     assert what
@@ -218,7 +218,7 @@ async def test_a_right_is_revoked_while_events_flow(kafka: SecuredKafka, tmp_pat
         async def store(expected: str | None) -> None:
             """Append until one event is stored, or refused with these words."""
             said = ""
-            async with asyncio.timeout(100):
+            async with asyncio.timeout(300):
                 while expected is None or expected not in said:
                     value = unique_name("event").encode()
                     try:
@@ -233,7 +233,7 @@ async def test_a_right_is_revoked_while_events_flow(kafka: SecuredKafka, tmp_pat
         async def read_until(done: Callable[[list[str]], bool]) -> None:
             """As a group's loop does: it joins again after an error. done: gets what was said."""
             said = list[str]()
-            async with asyncio.timeout(100):
+            async with asyncio.timeout(300):
                 while not done(said):
                     try:
                         joining = broker.consumer(group, [topic], start="earliest", on_revoke=drain)

@@ -42,7 +42,7 @@ def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredKafka]:
 async def append(broker: Broker, topic: str) -> None:
     """Store an event. A broker that has just started gives no producer id yet, and one ends connections whose token expired."""
     record = Record(None, b"event", 1)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while True:
             try:
                 await broker.appender.append(topic, 0, [record], timeout=30)
@@ -61,7 +61,7 @@ async def carry(broker: Broker) -> list[bytes]:
     async def drain(_: object) -> None: ...
 
     async with broker.consumer("readers", [topic], start="earliest", on_revoke=drain) as consumer:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not (batches := await consumer.poll(max_records=10, max_wait=1)):
                 pass
         await consumer.commit({TopicPartition(topic, 0): batches[0].offsets[-1]})
@@ -145,7 +145,7 @@ async def test_a_rotated_password_is_used_without_a_restart(kafka: SecuredKafka,
         async with open_broker(kafka.url("scram", path)):
             pass
     (path.parent / "password").write_text(kafka.passwords[OPERATOR])
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while await _refusal(kafka.url("scram", path)):
             await asyncio.sleep(0.2)
 
@@ -162,7 +162,7 @@ async def test_credentials_that_expire_in_mid_flight(kafka: SecuredKafka, tmp_pa
 
         async def store_until(expected: type[Exception] | None) -> None:
             """Append events until one is stored, or fails so. Each has a value of its own; the stored ones are noted."""
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(300):
                 while True:
                     value = unique_name("event").encode()
                     try:
@@ -178,7 +178,7 @@ async def test_credentials_that_expire_in_mid_flight(kafka: SecuredKafka, tmp_pa
         async with broker.consumer(unique_name("readers"), [topic], start="earliest", on_revoke=drain) as consumer:
 
             async def read_all() -> None:
-                async with asyncio.timeout(120):
+                async with asyncio.timeout(300):
                     while not set(stored) <= set(read):
                         with suppress(Unavailable):
                             batches = await consumer.poll(max_records=100, max_wait=1)
@@ -245,7 +245,7 @@ async def test_tokens_expire_while_events_flow(kafka: SecuredKafka, tmp_path: Pa
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(access.Access, "_connect", count)
             joining = broker.consumer(unique_name("readers"), [topic], start="earliest", on_revoke=drain)
-            async with asyncio.timeout(90), joining as consumer:
+            async with asyncio.timeout(300), joining as consumer:
                 while server.asked < began + 3 or read < stored:
                     if server.asked < began + 3:
                         await append(broker, topic)
@@ -273,11 +273,11 @@ async def test_no_token_and_a_token_that_is_refused(kafka: SecuredKafka, tmp_pat
         assert "client-hunter3" not in str(caught.value)
         secret.write_text(server.secret)
         server.lifetime = -60
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while "does not accept our token" not in await _refusal(url):
                 await asyncio.sleep(0.2)
         server.lifetime = 60
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while await _refusal(url):
                 await asyncio.sleep(0.2)
 

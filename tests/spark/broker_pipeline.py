@@ -78,7 +78,7 @@ class BrokerPipeline(RunningJobs):
 
     async def read_now(self, end: str) -> list[Record]:
         """Everything that is in the pipe's topic `out` or `dead` now."""
-        async with asyncio.timeout(60), open_broker(self.url) as broker:
+        async with asyncio.timeout(300), open_broker(self.url) as broker:
             reading = TopicReading(broker, f"{self.pipe}.{end}")
             await reading.go_on()
         return reading.found
@@ -88,7 +88,7 @@ class BrokerPipeline(RunningJobs):
         return asyncio.run(self._read_reports())
 
     async def _read_reports(self) -> list[Report]:
-        async with asyncio.timeout(90), open_broker(self.url) as broker:
+        async with asyncio.timeout(300), open_broker(self.url) as broker:
             reading = TopicReading(broker, TELEMETRY)
             while True:
                 await reading.go_on()

@@ -167,7 +167,7 @@ async def _make(url: str, topic: str) -> None:
 
 
 async def _accepted(url: str) -> BitMap:
-    async with asyncio.timeout(90), open_broker(url) as broker:
+    async with asyncio.timeout(300), open_broker(url) as broker:
         reading, found = TopicReading(broker, TELEMETRY), BitMap()
         await reading.go_on()
         for record in reading.found:

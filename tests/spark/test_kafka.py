@@ -458,7 +458,7 @@ def test_recreated_topic_stops_the_query(make_pipeline: MakePipeline) -> None:
 async def _make_again(pipeline: BrokerPipeline) -> None:
     async with open_broker(pipeline.url) as broker:
         await broker.admin.delete_topic(pipeline.stream)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while pipeline.stream in await broker.admin.topics():
                 await asyncio.sleep(0.1)
     await pipeline.create([pipeline.stream], 1)

@@ -47,7 +47,7 @@ async def make_topic(
         errors = [error for error in answer.topic_errors if error[1] != 0]
         assert not errors, f"the cluster refused the topic: {errors}"
     for address in bootstrap.split(","):
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while not await _has_leaders(address, name, partitions):
                 await asyncio.sleep(0.05)
     return name
@@ -58,7 +58,7 @@ async def describe_partitions(bootstrap: str, topic: str) -> list[dict[str, Any]
 
     Waits until the broker that answers has heard of the topic: each broker follows the controller at its own pace.
     """
-    async with asyncio.timeout(120), open_admin(bootstrap) as admin:
+    async with asyncio.timeout(300), open_admin(bootstrap) as admin:
         while True:
             (description,) = await admin.describe_topics([topic])
             partitions: list[dict[str, Any]] = description["partitions"]
@@ -72,7 +72,7 @@ async def delete_group(bootstrap: str, group: str) -> None:
     `kafka-consumer-groups --delete`."""
     asking = Cluster(bootstrap, "test", Timing(session=2.0, heartbeat=0.3, drain=10.0, request=4.0, metadata=1.0))
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while any(code for _, code in (await asking.ask_coordinator(group, DeleteGroupsRequest([group]))).results):
                 await asyncio.sleep(0.05)
     finally:

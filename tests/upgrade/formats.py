@@ -141,7 +141,7 @@ async def follow(follower: Follower, *, announce: bool = False) -> None:
     """Until it has read everything; at its end it stores a snapshot."""
     stopping = asyncio.Event()
     running = asyncio.create_task(follower.run(stopping))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while follower.catching_up:
             await asyncio.sleep(0.02)
     if announce:

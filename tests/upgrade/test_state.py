@@ -79,7 +79,6 @@ def contents(records: list[Record]) -> dict[str | None, object]:
     return {read_id(record): orjson.loads(record.value or b"") for record in records}
 
 
-@pytest.mark.timeout(300)
 def test_the_state_of_the_last_release_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: after an upgrade, Spark refuses the state of an aggregate or a join, or results lack the events of before."""
     with VersionedTransform(tmp_path, PIPES, ["count", "join"]) as service:

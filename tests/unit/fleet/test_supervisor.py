@@ -30,7 +30,7 @@ from services.fleet.stop import Stop
 from services.fleet.supervisor import Fleet, run_fleet
 from tests.unit.fleet.sample_service import HANGS, LET_GO, MODE_FILE
 
-DEADLINE = 240.0
+DEADLINE = 600.0
 MODULE = "tests.unit.fleet.sample_service"
 
 
