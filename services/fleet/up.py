@@ -8,6 +8,7 @@ from pathlib import Path
 
 from services.core.disk import show_disk
 from services.core.expected import show_expected
+from services.core.pipes import PipeFile
 from services.core.snapshot import Contents, copy_in, write_snapshot
 from services.fleet.console import print_note
 from services.fleet.folder import describe_loss, hold_folder, keep_observer_token, take_restored
@@ -44,35 +45,42 @@ async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> Asyn
     pipes, contents = await asyncio.to_thread(read_checked, settings.pipes, config, check)
     for problem in await asyncio.to_thread(find_warnings, settings.pipes):
         _notify("warning", f"warning: {problem}")
-    await asyncio.to_thread(check_port_free, settings.listen, "ingest", "--listen")
-    await asyncio.to_thread(check_port_free, settings.management, "the supervisor", "--management")
-    await asyncio.to_thread(check_port_free, settings.observer, "the observer", "--observer")
-    if any(stream.compact for stream in pipes.streams.values()):
-        await asyncio.to_thread(check_port_free, settings.tables, "the table service", "--tables")
-    if settings.registry is not None:
-        await asyncio.to_thread(check_port_free, settings.registry, "the registry", "--registry")
+    data = await asyncio.to_thread(settings.data.absolute)
     async with AsyncExitStack() as stack:
-        await asyncio.to_thread(stack.enter_context, hold_folder(settings.data.absolute()))
+        hold = hold_folder(data)
+        await asyncio.to_thread(hold.__enter__)
+        stack.push_async_exit(lambda *raised: asyncio.to_thread(hold.__exit__, *raised))
+        await asyncio.to_thread(_check_ports, settings, pipes)
         kafka = None
         if settings.broker == "kafka":
             _progress("starting Kafka")
-            kafka = await stack.enter_async_context(run_kafka(settings.data.absolute() / "kafka", _notify, stop))
+            kafka = await stack.enter_async_context(run_kafka(data / "kafka", _notify, stop))
         broker = broker_url(settings, kafka)
-        changes = await check_changes(broker, pipes, settings.pipes, settings.data.absolute())
+        changes = await check_changes(broker, pipes, settings.pipes, data)
         topics, waiting, grown = await prepare(broker, pipes, settings.pipes)
         _progress(f"topics: {len(topics.created)} created, {len(topics.kept)} there already")
         for one in grown:
             _progress(str(one))
         for line in [*map(str, changes), *describe_removed(waiting, pipes, changes)]:
             _notify("warning", line)
-        snapshot = settings.data.absolute() / SNAPSHOT
+        snapshot = data / SNAPSHOT
         await asyncio.to_thread(_keep, snapshot, contents, broker)
         keys = await asyncio.to_thread(keys_of_ingest, None if config is None else copy_in(snapshot, Path(config)))
         show_expected(pipes, ledger=settings.ledger, registry=settings.registry is not None)
-        show_disk(settings.data.absolute())
+        show_disk(data)
         plan = make_plan(settings, pipes, broker, config, snapshot, has_retrier=topics.has_retrier, keys=keys)
         stop.check()
         yield await stack.enter_async_context(run_fleet(plan, settings.management, _notify, _progress, stop))
+
+
+def _check_ports(settings: UpSettings, pipes: PipeFile) -> None:
+    check_port_free(settings.listen, "ingest", "--listen")
+    check_port_free(settings.management, "the supervisor", "--management")
+    check_port_free(settings.observer, "the observer", "--observer")
+    if any(stream.compact for stream in pipes.streams.values()):
+        check_port_free(settings.tables, "the table service", "--tables")
+    if settings.registry is not None:
+        check_port_free(settings.registry, "the registry", "--registry")
 
 
 def _keep(folder: Path, contents: Contents, broker: str) -> None:

@@ -187,10 +187,10 @@ async def test_port_in_use(desk: Desk) -> None:
 
 
 async def test_second_fleet_on_one_folder(desk: Desk) -> None:
-    """Broken: two supervisors fight over one log and one checkpoint."""
+    """Broken: two supervisors fight over one log and one checkpoint; or a second start names only a port."""
     desk.write_pipes()
     async with desk.up() as fleet:
-        command = await desk.run("up", "--listen", "127.0.0.1:0", "--allow-networks", "127.0.0.0/8")
+        command = await desk.run("up", "--listen", f"127.0.0.1:{desk.ingest_port}", "--allow-networks", "127.0.0.0/8")
         assert command.process.returncode == 1
         assert f"another fleet (process {fleet.process.pid}) runs on the data folder" in command.err
 
