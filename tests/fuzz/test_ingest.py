@@ -16,7 +16,7 @@ from tests.fuzz.corpus import MAX_BODY, MAX_EVENT, SEEDS
 from tests.fuzz.ledger import Ledger
 from tests.integration.ingest_process import create_topics, log_lines, running
 
-SECONDS = float(os.environ.get("PENSTOCK_FUZZ_SECONDS", "60"))
+SECONDS = float(os.environ.get("PENSTOCK_FUZZ_SECONDS", "20"))
 SEED = int(os.environ.get("PENSTOCK_FUZZ_SEED", "216998795"))
 WARM_UP = 0.25
 """Part of the run after which memory may not grow any more."""
