@@ -21,10 +21,12 @@ async def test_looking_at_a_fleet(tmp_path: Path) -> None:
     """Broken: a command of a runbook fails on a healthy fleet, or the doctor finds a fault there."""
     desk = Desk(tmp_path)
     (tmp_path / "pipes.yaml").write_text(
-        "streams: {orders: {id: id}}\npipes:\n  shop:\n    sources: [orders]\n    destinations:\n"
+        "streams: {orders: {id: id}, latest: {key: id, compact: true}}\npipes:\n  shop:\n    sources: [orders]\n    destinations:\n"
         f"      - {{name: crm, webhook: {{url: 'http://127.0.0.1:{desk.hook_port}/', secret: {{file: webhook.secret}}}}}}\n"
     )
-    async with desk.receive(), desk.up() as fleet:
+    async with desk.receive(), desk.up("--tables", "127.0.0.1:0") as fleet:
+        made = await desk.run("keys", "create", "--name", "the shop", "--stream", "orders", "--keys", "keys.yaml")
+        assert made.process.returncode == 0, made.err
         sent = await desk.run("send", "orders", desk.write_events(20), "--url", f"http://127.0.0.1:{desk.ingest_port}")
         assert sent.process.returncode == 0, sent.err
         async with asyncio.timeout(DEADLINE):
