@@ -284,7 +284,7 @@ async def test_streams_are_bounded_and_end_with_the_service(
     """If this fails, open tabs keep the observer from stopping, or as many as there are use it up."""
     monkeypatch.setattr(page_module, "MAX_CLIENTS", 2)
     async with ClientSession() as session:
-        async with asyncio.timeout(30), observer.serve() as address:
+        async with asyncio.timeout(600), observer.serve() as address:
             first = await session.get(f"{address}v1/stream")
             second = await session.get(f"{address}v1/stream")
             assert (await first.content.readline()) == b"event: view\n"

@@ -34,7 +34,7 @@ from tests.support.ports import free_port
 
 RULES = Path(__file__).parents[2] / "infra" / "prometheus"
 SCRAPE_S = 15
-READY_S = 300.0
+READY_S = 600.0
 SEND_EVERY_S = 0.5
 JSON = {"Content-Type": "application/json"}
 SQL = "SELECT event, id, key, time, amount FROM orders WHERE amount >= 0"

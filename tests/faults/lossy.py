@@ -202,7 +202,7 @@ class Trial:
             return is_final and accepted >= self.events and missing == self.lost
 
         try:
-            await wait_until(is_settled, 60.0)
+            await wait_until(is_settled)
         except AssertionError:
             print(f"not settled: {rows}")
         return rows

@@ -100,7 +100,7 @@ async def _read(folder: Path, topic: str) -> AsyncIterator[Record]:
             return
 
         async with broker.consumer(f"fuzz-{uuid4()}", [topic], start="earliest", on_revoke=nothing) as consumer:
-            async with asyncio.timeout(480):
+            async with asyncio.timeout(600):
                 while left:
                     for batch in await consumer.poll(max_records=10_000, max_wait=0.5):
                         left -= len(batch.records)

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.fuzz.clients import Run
 from tests.fuzz.corpus import MAX_BODY, MAX_EVENT, SEEDS
@@ -34,7 +33,6 @@ async def watch_memory(pid: int, run: Run) -> tuple[int, int]:
     return warm, process.memory_info().rss
 
 
-@pytest.mark.timeout(SECONDS + 400)
 async def test_ingest_answers_whatever_it_is_sent(tmp_path: Path) -> None:
     """If it fails: some input ends or blocks ingest, is answered with its fault (500), costs memory for good, or makes it
     acknowledge what it does not store, store what it refused, or store something else than was sent."""

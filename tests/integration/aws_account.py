@@ -34,7 +34,7 @@ POLICIES = {
 MAX_OF_ONE = {"observer": 2, "autoscaler": 1}
 """Services of which there is one: the most instances during an update."""
 SECRET = f"arn:aws:secretsmanager:{REGION}:123456789012:secret:penstock-ingest-AbCdEf"
-_READY_S = 120.0
+_READY_S = 600.0
 
 
 class Account:

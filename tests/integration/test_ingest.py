@@ -81,7 +81,7 @@ async def check_metrics(ingest: Ingest) -> None:
         r'penstock_ingest_payload_bytes_total{stream="orders"} 69.0',
         r"penstock_ingest_pending_bytes 0.0",
     ]
-    async with asyncio.timeout(240):
+    async with asyncio.timeout(600):
         while True:
             _, text = await ingest.get("/metrics")
             if all(line in text for line in wanted):
@@ -94,7 +94,7 @@ async def test_a_missing_topic_is_unready_and_503_until_it_is_there(tmp_path: Pa
     await create_topics(tmp_path, ["plain"])
     async with running(tmp_path) as ingest:
         reason = await ingest.until_ready(ready=False)
-        async with asyncio.timeout(240):
+        async with asyncio.timeout(600):
             while "orders does not exist" not in reason:
                 reason = await ingest.until_ready(ready=False)
         reply = await ingest.post(b"{}", "orders")
@@ -171,7 +171,7 @@ async def test_without_sharing_a_taken_port_is_an_error(tmp_path: Path) -> None:
     async with running(tmp_path, "--reuse-port", "false", port=port) as first:
         await first.until_ready()
         async with running(tmp_path, "--reuse-port", "false", port=port) as second:
-            async with asyncio.timeout(240):
+            async with asyncio.timeout(600):
                 assert await second.process.wait() == 1
     assert any("Try: another --listen" in str(line.get("error")) for line in log_lines(tmp_path))
 
@@ -189,7 +189,7 @@ async def test_keys_guard_and_change_while_it_runs(tmp_path: Path) -> None:
         assert (await ingest.post(b"{}", **bearer)).status == 200
         assert (await ingest.post(b"{}", "orders", **bearer)).status == 404
         await asyncio.to_thread(revoke_key, path, entry.id, "2026-02-02T00:00:00Z")
-        async with asyncio.timeout(240):
+        async with asyncio.timeout(600):
             while (await ingest.post(b"{}", **bearer)).status != 401:
                 await asyncio.sleep(0.1)
         assert await ingest.end() == 0
@@ -223,7 +223,7 @@ async def test_bad_configuration_is_status_2_and_names_the_mistake(tmp_path: Pat
 async def test_it_stops_while_the_broker_cannot_be_opened(tmp_path: Path, number: signal.Signals) -> None:
     """It waits for its broker, unready and alive; a stop must not have to wait for the broker, too."""
     async with running(tmp_path, broker=f"kafka://127.0.0.1:{free_port()}") as ingest:
-        async with asyncio.timeout(240):
+        async with asyncio.timeout(600):
             while (await ingest.get("/healthz"))[0] != 200:
                 assert ingest.process.returncode is None, (tmp_path / "ingest.log").read_text()
                 await asyncio.sleep(0.05)
@@ -257,7 +257,7 @@ async def test_few_file_descriptors_mean_503_not_the_end(tmp_path: Path) -> None
         assert refused == 50
         assert (await inside.request(request)).status == 200
         await stack.aclose()
-        async with asyncio.timeout(240):
+        async with asyncio.timeout(600):
             while True:
                 try:
                     if (await ingest.post(b"{}")).status == 200:

@@ -49,7 +49,7 @@ async def test_two_of_three_brokers_die_and_come_back(tmp_path: Path, kafka_clus
         await ingest.until_ready(ready=False)
         await asyncio.to_thread(kafka_cluster.restart, *doomed)
         back = time.monotonic()
-        async with asyncio.timeout(240):
+        async with asyncio.timeout(600):
             while await post_numbered(ingest, 50, 50) != 200:
                 await asyncio.sleep(0.1)
         print(f"first ack {time.monotonic() - back:.1f} s after the restart; the goal is {FIRST_ACK_S} s")

@@ -21,7 +21,8 @@ async def test_looking_at_a_fleet(tmp_path: Path) -> None:
     """Broken: a command of a runbook fails on a healthy fleet, or the doctor finds a fault there."""
     desk = Desk(tmp_path)
     (tmp_path / "pipes.yaml").write_text(
-        "streams: {orders: {id: id}, latest: {key: id, compact: true}}\npipes:\n  shop:\n    sources: [orders]\n    destinations:\n"
+        "streams: {orders: {id: id}, latest: {key: id, compact: true}}\n"
+        "pipes:\n  shop:\n    sources: [orders]\n    destinations:\n"
         f"      - {{name: crm, webhook: {{url: 'http://127.0.0.1:{desk.hook_port}/', secret: {{file: webhook.secret}}}}}}\n"
     )
     async with desk.receive(), desk.up("--tables", "127.0.0.1:0") as fleet:

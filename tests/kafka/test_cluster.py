@@ -12,7 +12,7 @@ from tests.support.kafka import describe_partitions, make_topic
 
 async def send_until_acked(producer: AIOKafkaProducer, topic: str, value: bytes) -> None:
     """A leader election takes seconds; meanwhile sends fail."""
-    async with asyncio.timeout(240):
+    async with asyncio.timeout(600):
         while True:
             try:
                 await producer.send_and_wait(topic, value, partition=0)
@@ -60,7 +60,7 @@ async def test_acknowledged_record_survives_its_leader(kafka_cluster: KafkaClust
     assert values[-1] == b"after"
 
     await asyncio.to_thread(kafka_cluster.restart, before["leader"])
-    async with asyncio.timeout(240):
+    async with asyncio.timeout(600):
         while len((await describe_partitions(kafka_cluster.bootstrap, topic))[0]["isr"]) < 3:
             await asyncio.sleep(0.2)
 

@@ -51,7 +51,7 @@ class BrokerPipeline(RunningJobs):
         """Store records in one partition of the stream, or of this one."""
 
         async def append() -> None:
-            async with asyncio.timeout(240), open_broker(self.url) as broker:
+            async with asyncio.timeout(600), open_broker(self.url) as broker:
                 while True:  # a fresh cluster first finds out who gives producer ids
                     try:
                         await broker.appender.append(stream or self.stream, partition, records, timeout=30.0)

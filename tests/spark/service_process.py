@@ -66,13 +66,13 @@ class ServiceProcess:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):  # ended by itself, and so did its children
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(30)
+            self._process.wait(600)
 
     def terminate(self) -> None:
         """SIGTERM, and wait until it has ended in good order."""
         if self._process is not None:
             self._process.terminate()
-            self._process.wait(120)
+            self._process.wait(600)
 
     @property
     def pid(self) -> int | None:

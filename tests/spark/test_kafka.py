@@ -209,7 +209,7 @@ async def _send_in_transactions(pipeline: BrokerPipeline, starts: Iterable[int],
             for one in (flight(n) for n in range(start, start + count)):
                 await foreign.send_and_wait(pipeline.stream, one.value, one.key, 0, one.timestamp, list(one.headers))
             await (foreign.abort_transaction() if turn % 2 else foreign.commit_transaction())
-    async with open_broker(pipeline.url) as broker, asyncio.timeout(240):
+    async with open_broker(pipeline.url) as broker, asyncio.timeout(600):
         while (await broker.reader.describe(pipeline.stream))[0].end < 24:
             await asyncio.sleep(0.2)
 
@@ -271,7 +271,7 @@ def test_killed_in_the_middle(make_pipeline: MakePipeline, tmp_path: Path) -> No
         while len(counts) < total:
             counts = Counter(read_id(r) for r in pipeline.records("out", counts.total() + 1))
         process.terminate()
-        assert process.wait(60) == 0
+        assert process.wait(600) == 0
         assert numbers(pipeline.reports(), "passed") == set(range(total))
     assert counts.keys() == {f"id-{n}" for n in range(total)}
     assert counts.total() - total <= batch

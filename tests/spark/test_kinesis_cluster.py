@@ -69,7 +69,7 @@ def test_workers_and_drivers_die(pipeline: BrokerPipeline, spark_cluster: SparkC
         spark_cluster.executors()[0].kill()
         progress(total)
         process.terminate()
-        assert process.wait(90) == 0, service.output.read_text()[-3000:]
+        assert process.wait(600) == 0, service.output.read_text()[-3000:]
     counts = Counter(out_ids(pipeline))
     assert counts.keys() == {f"id-{n}" for n in range(total)}
     assert counts.total() - total <= 4 * 80, "more again than the batches at work"

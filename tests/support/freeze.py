@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-_LIMIT_S = 60
+_LIMIT_S = 300
 
 
 def freeze(pid: int) -> None:

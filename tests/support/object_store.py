@@ -22,7 +22,7 @@ from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.kafka import free_ports
 
 BUCKET = "checkpoints"
-_READY_S = 120.0
+_READY_S = 600.0
 
 
 class _Proxy(ThreadingHTTPServer):

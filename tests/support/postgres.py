@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.support.ports import free_port
 
 USER, PASSWORD = "reader", "not a s3cret'; but $pecial"
-_START_S = 60.0
+_START_S = 300.0
 
 
 class Postgres:

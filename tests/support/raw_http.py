@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-TIMEOUT_S = 40.0
+TIMEOUT_S = 300.0
 """Longer than ingest waits for its broker."""
 
 

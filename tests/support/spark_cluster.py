@@ -23,7 +23,7 @@ from services.core.jvm.java import NO_PERF_FILE, archive_options, java_env
 from services.core.jvm.kafka import free_ports
 from spark.session import class_archive
 
-READY_S = 240.0
+READY_S = 600.0
 _HOME = Path(pyspark.__file__).parent
 _SMALL = ("-Xmx96m", "-XX:+UseSerialGC", NO_PERF_FILE)
 _QUICK = "-XX:TieredStopAtLevel=1"

@@ -260,7 +260,7 @@ class Rolling:
 
         await self.trial.fleet.add(service)
         try:
-            await wait_until(is_final, 120.0)
+            await wait_until(is_final)
         except AssertionError:
             raise AssertionError(f"the table of the {version} observer is not final: {rows}") from None
         finally:

@@ -17,7 +17,7 @@ from services.core.broker.errors import Throttled, Unavailable
 from tests.unit.autoscaler.stream_service import SLOTS, StreamService
 
 _QUICK = Rules(cover=0.0)
-_DEADLINE = 30.0
+_DEADLINE = 600.0
 
 
 def _full(service: StreamService, seconds: float = 0.001) -> Window:

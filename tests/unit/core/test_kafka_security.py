@@ -172,12 +172,12 @@ async def test_one_client_tries_for_all(tmp_path: Path, monkeypatch: pytest.Monk
     assert [type(each) for each in await attempt_all()] == [OSError] + [kafka.KafkaConnectionError] * 999
     assert asked == 1
     outcome = "accepted"
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         assert await attempt_all() == ["connection"] * 1000
     monkeypatch.setattr(module, "TRIAL_S", 0.01)
     outcome = "hangs"
     asked, running = 0, asyncio.create_task(attempt_all())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         while asked < 1000:
             await asyncio.sleep(0.01)
     hanging.set()

@@ -10,7 +10,7 @@ import orjson
 from aiohttp import web
 from standardwebhooks.webhooks import Webhook
 
-DEADLINE = 240.0
+DEADLINE = 600.0
 """Seconds that a condition may take before a test fails: generous, a busy machine is no defect."""
 
 

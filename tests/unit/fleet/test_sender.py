@@ -190,7 +190,7 @@ async def test_reads_no_further_than_it_sends() -> None:
     ingest, summary = FakeIngest(script), SendSummary()
     async with ingest.serve() as url:
         sending = asyncio.ensure_future(send_events(source(), Target(url, "orders", in_flight=2), summary))
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(600):
             while ingest.in_flight < 2:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)

@@ -22,7 +22,7 @@ from services.global_retrier.mover import Mover
 from services.global_retrier.retrier import RetrierProcessor
 from tests.unit.global_retrier.fake_clock import FakeClock
 
-DEADLINE_S = 240.0
+DEADLINE_S = 600.0
 PIPES = PipeFile.model_validate(
     {
         "streams": {"flights": {}},

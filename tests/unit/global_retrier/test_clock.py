@@ -24,7 +24,7 @@ async def test_nobody_is_woken_early() -> None:
     """Broken: an event is looked at before its time, and hops once more for a few milliseconds."""
     clock = SteadyClock()
     until = clock.now_ms() + 50
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(600):
         await clock.sleep_until(until)
     assert clock.now_ms() >= until
     await clock.sleep_until(0)

@@ -289,7 +289,7 @@ async def test_a_report_that_hangs_does_not_hold_up_the_stop(monkeypatch: pytest
     source, stopping = TopicPartition(delay_topic(1), 0), asyncio.Event()
     broker, ledger = FakeBroker({source.topic: 1}), StoppedLedger()
     with structlog.testing.capture_logs() as logs:
-        async with Producer(broker.appender) as producer, asyncio.timeout(30):
+        async with Producer(broker.appender) as producer, asyncio.timeout(600):
             clock, meter = FakeClock(), RetrierMetrics()
             mover = Mover(producer, broker.admin, meter, clock, ledger)  # type: ignore[arg-type]
             processor = RetrierProcessor(broker, mover, meter, clock)  # type: ignore[arg-type]

@@ -243,7 +243,7 @@ async def watched(path: Path) -> AsyncIterator[Watched]:
     access, clock, stopping = Access(KeyRing([])), Clock(), asyncio.Event()
     watch = watch_keys("ingest", path, access, clock)
     await watch.load()
-    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(600), asyncio.TaskGroup() as group:
         group.create_task(watch.run(stopping))
         yield Watched(path, access, watch, clock)
         stopping.set()
@@ -360,7 +360,7 @@ async def test_a_file_system_that_hangs_is_noticed(tmp_path: Path, monkeypatch: 
     def read(path: Path, known: bytes) -> tuple[bytes, KeyRing] | None:
         nonlocal reads
         reads += 1
-        assert hangs.wait(60)
+        assert hangs.wait(600)
         return real(path, known)
 
     with structlog.testing.capture_logs() as logs:

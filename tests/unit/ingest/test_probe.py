@@ -53,7 +53,7 @@ async def test_readiness_follows_the_broker(monkeypatch: pytest.MonkeyPatch) -> 
         probe = Probe(cast("Broker", answers), producer, intakes)
 
         async def until(part: str | None) -> None:
-            async with asyncio.timeout(40):
+            async with asyncio.timeout(600):
                 while probe.reason is not None if part is None else part not in (probe.reason or ""):
                     await asyncio.sleep(0.005)
 
@@ -88,7 +88,7 @@ async def test_a_stop_does_not_wait_for_a_check(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(answers, "check_durability", hang)
     monkeypatch.setattr(probe_module, "FIRST_S", 3600.0)
-    async with Producer(MemoryAppender()) as producer, asyncio.timeout(40):
+    async with Producer(MemoryAppender()) as producer, asyncio.timeout(600):
         probe = Probe(cast("Broker", answers), producer, [Intake("one", Stream(), producer.rotate_keyless)])
         running = asyncio.create_task(probe.run(stopping))
         await asked.wait()

@@ -272,7 +272,7 @@ async def test_a_request_that_nobody_waits_for_is_told() -> None:
                 await posting
             service.appender.gate.set()
             sets: list[OriginSet] = []
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(600):
                 while not sets:
                     await asyncio.sleep(0.01)
                     await ledger.report()

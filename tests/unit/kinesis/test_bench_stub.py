@@ -18,6 +18,6 @@ async def test_an_ingest_process_can_meet_its_stream(monkeypatch: pytest.MonkeyP
     server = await asyncio.get_running_loop().create_server(lambda: Connection(streams), "127.0.0.1", 0)
     async with server:
         endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with asyncio.timeout(60), KinesisBroker.open(kinesis_url(endpoint, endpoint)) as broker:
+        async with asyncio.timeout(600), KinesisBroker.open(kinesis_url(endpoint, endpoint)) as broker:
             await broker.admin.create_topic(TopicSpec("s", partitions=2, retention_ms=86_400_000))
             assert await broker.reader.describe("s") == {0: PartitionRange(0, 0), 1: PartitionRange(0, 0)}

@@ -315,7 +315,7 @@ async def test_one_owner_returns_each_named_append_once() -> None:
             shard.put([0], data)
     returned: list[int] = []
     async with _owning(shard, table, ReadBudget()) as held:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(600):
             while len(returned) < 100 or held.backlog.millis_behind:
                 returned += [record.timestamp for batch in held.backlog.poll(7) for record in batch.records]
                 await asyncio.sleep(0)
@@ -338,7 +338,7 @@ async def test_an_entry_before_the_start_of_a_group_makes_no_copy() -> None:
     shard.put([0], data)
     table.stored[ROW.key] = ROW._replace(start=StartPosition("arrival", begun))
     returned: list[int] = []
-    async with _owning(shard, table, ReadBudget()) as held, asyncio.timeout(30):
+    async with _owning(shard, table, ReadBudget()) as held, asyncio.timeout(600):
         while len(returned) < 2:
             returned += [record.timestamp for batch in held.backlog.poll(7) for record in batch.records]
             await asyncio.sleep(0)
@@ -354,7 +354,7 @@ async def test_the_committed_entry_is_known_to_the_next_owner() -> None:
     shard.put([0], data)
     shard.put([3])
     returned: list[int] = []
-    async with _owning(shard, table, ReadBudget()) as held, asyncio.timeout(30):
+    async with _owning(shard, table, ReadBudget()) as held, asyncio.timeout(600):
         while not returned:
             returned += [record.timestamp for batch in held.backlog.poll(7) for record in batch.records]
             await asyncio.sleep(0)
@@ -369,7 +369,7 @@ async def test_a_renewal_behind_the_release_commits_no_copy() -> None:
     for data in (repeated, _named(b"x" * 32, 2), repeated):
         shard.put([0], data)
     async with _owning(shard, table, ReadBudget()) as held:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(600):
             while not (held.backlog._copies and held.backlog._entries):
                 await asyncio.sleep(0)
         (batch,) = held.backlog.poll(1)

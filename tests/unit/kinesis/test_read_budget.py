@@ -82,7 +82,7 @@ async def _reading(shards: Sequence[FakeShard], limit: int) -> AsyncIterator[_Me
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(600):
         while not condition():
             await asyncio.sleep(0)
 

@@ -13,7 +13,7 @@ import pytest
 
 from services.core.broker.log.leases import MemberLocks
 
-DEADLINE = 120.0
+DEADLINE = 600.0
 
 CHILD = """
 import os, sys

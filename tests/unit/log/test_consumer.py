@@ -29,7 +29,7 @@ from services.core.broker.record import TopicPartition
 from tests.unit.log.sample import records
 
 TIMING = Timing(lease=2.0, drain=5.0)
-DEADLINE = 120.0
+DEADLINE = 600.0
 
 
 @pytest.fixture

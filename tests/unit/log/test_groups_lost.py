@@ -18,7 +18,7 @@ from services.core.broker.log.topic_store import TopicStore
 from services.core.broker.record import TopicPartition
 from tests.unit.log.sample import TOPIC, records
 
-DEADLINE = 120.0
+DEADLINE = 600.0
 
 
 async def ignore(partitions: frozenset[object]) -> None:

@@ -14,7 +14,7 @@ from services.core.broker.log.leases import Leases
 from services.core.broker.log.membership import Timing
 from services.core.broker.record import TopicPartition
 
-DEADLINE = 240.0
+DEADLINE = 600.0
 
 
 async def test_a_release_that_failed_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ async def test_each_group_of_a_pipe_is_asked(tmp_path: Path) -> None:
         await broker.admin.set_committed("late.copy", "s", {1: 4, 2: 0})
         backlogs, stopping = Backlogs(pipes, broker.admin), asyncio.Event()
         following = asyncio.create_task(backlogs.follow(stopping))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(600):
             while len(backlogs.of("late")) < 2:
                 await asyncio.sleep(0.01)
         stopping.set()

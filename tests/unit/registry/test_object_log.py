@@ -186,7 +186,7 @@ async def test_a_store_that_answers_again_is_up_again(monkeypatch: pytest.Monkey
 
     objects.names_after = fails  # type: ignore[method-assign]  # the store goes away while everything is read again
     objects.contents[entry_name(2)] = before
-    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(600), asyncio.TaskGroup() as group:
         group.create_task(reader.log.run(stopping))
         while shown():
             await asyncio.sleep(0.001)

@@ -179,7 +179,7 @@ async def read_events(reader: asyncio.StreamReader, count: int) -> list[tuple[st
     """(name, data, id) of so many events; the id of the last of a group counts for all."""
     found: list[tuple[str, dict[str, object]]] = []
     last = name = ""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         while len(found) < count or not last:
             line = (await reader.readline()).decode().rstrip("\n")
             field, _, value = line.partition(": ")

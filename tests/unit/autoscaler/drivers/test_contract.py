@@ -14,7 +14,7 @@ from services.core.aws_emulator import CREDENTIALS
 from tests.support.ports import free_port
 from tests.unit.autoscaler.drivers.harness import Moto, Platform, aws_platform, fleet_platform, kubernetes_platform
 
-DEADLINE = 60.0
+DEADLINE = 600.0
 
 
 @pytest.fixture(scope="module")

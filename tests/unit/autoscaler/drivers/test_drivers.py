@@ -78,7 +78,7 @@ async def test_aws_has_one_attempt_for_all_its_requests(monkeypatch: pytest.Monk
         raise AssertionError
 
     monkeypatch.setattr(fake, "describe_instances", hang)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(600):
         with pytest.raises(Away, match="within"):
             await AwsDriver(fake, fake, 9100).describe("expel")
         monkeypatch.setattr(fake, "describe_auto_scaling_groups", hang)

@@ -14,7 +14,7 @@ from services.observer.ledger.settlement import Row
 from services.observer.ledger.table import Ages
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, accept, beat, tell
 
-DEADLINE_S = 60.0
+DEADLINE_S = 600.0
 OPS = Step("expel", "late", "ops")
 FINAL_MS = START_MS + MINUTE_MS + Ages().final
 
