@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.core.broker.errors import BrokerError, OffsetOutOfRange
+from services.core.broker.kinesis import shard_reader
 from services.core.broker.kinesis.leases import HeldLease, Lease, StartPosition
 from services.core.broker.kinesis.prefetch import Backlog, ReadBudget
 from services.core.broker.kinesis.record_format import FRAME_MAGIC, offset_of
@@ -104,6 +105,28 @@ async def test_iterators_that_expire_while_nothing_comes_repeat_nothing() -> Non
             await reader.until(lambda reads=reads: shard.reads > reads + 2)  # type: ignore[misc]  # mypy infers no default
         shard.put([3])
         assert seen + await reader.read(1) == [1, 2, 3]
+
+
+async def test_a_quiet_shard_is_read_less_often_until_somebody_wants_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a fleet that has nothing to do reads each shard five times a second; or a busy shard waits; or the lag of a group
+    waits for the next read of each quiet shard."""
+    monkeypatch.setattr(shard_reader, "_REST_OF_QUIET", 1e9)
+    monkeypatch.setattr(shard_reader, "_MOST_REST_S", 3600.0)
+    shard = FakeShard()
+    shard.per_read = 1
+    for number in range(3):
+        shard.put([number])
+    async with _reading(shard) as reader:
+        assert await reader.read(3) == [0, 1, 2]
+        reads = -1
+        while reads != shard.reads:  # the loop's clock counts milliseconds: the first rests may be none
+            reads = shard.reads
+            await asyncio.sleep(0.01)
+        shard.put([3])
+        await asyncio.sleep(0.01)
+        assert shard.reads == reads
+        reader.held.backlog.want_read()
+        assert await reader.read(1) == [3]
 
 
 async def test_a_fault_is_noted_and_tried_again() -> None:

@@ -179,6 +179,8 @@ class KinesisConsumer:
         of records that this member has read, and at least one.
         """
         asks = {source: held.backlog.reads for source, held in self._membership.held.items()}
+        for held_lease in self._membership.held.values():
+            held_lease.backlog.want_read()
         deadline = asyncio.get_running_loop().time() + _LAG_SECONDS
         while asyncio.get_running_loop().time() < deadline:
             held = self._membership.held

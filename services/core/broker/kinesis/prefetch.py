@@ -5,7 +5,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -217,6 +217,7 @@ class Backlog:
         self._passed_copy: tuple[int, int] | None = None
         self._asked_ms = 0
         self._room = asyncio.Event()
+        self._wanted = asyncio.Event()
         self._answered = 0
         self.reads = 0
         self.settled = 0
@@ -291,6 +292,17 @@ class Backlog:
             return None
         self._is_rewound = True
         return self._given_up.offset, self._given_up.arrived
+
+    async def rest(self, seconds: float) -> None:
+        """Wait before the next read, until somebody wants one."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wanted.wait()
+        self._wanted.clear()
+
+    def want_read(self) -> None:
+        """The next read does not wait for its `rest`."""
+        self._wanted.set()
 
     def close(self) -> None:
         """Another member reads it now."""

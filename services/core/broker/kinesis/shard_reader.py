@@ -28,6 +28,8 @@ _ROOM_BYTES = 4_000_000
 _LARGEST_ENTRY = 1 << 20
 _MOST_ENTRIES, _MOST_GROWTH = 10_000, 4
 _RETRY_SECONDS = 0.5
+_REST_OF_QUIET, _MOST_REST_S = 0.1, 1.0
+"""A shard that was empty for ten seconds or longer is read once a second: others need the five reads, and each costs CPU."""
 _CLOCKS_AHEAD_MS = 300_000
 """A start at a date begins this much earlier by arrival time, for clients whose clocks are ahead."""
 
@@ -102,6 +104,8 @@ class _Reader:
     async def _read_on(self) -> None:
         iterator: str | None = await self._begin()
         backlog = self._held.backlog
+        now = asyncio.get_running_loop().time
+        emptied = now()
         while iterator is not None:
             expected = self._limit * self._entry_memory if self._source.is_polled(iterator) else 0
             await backlog.make_room(_ROOM_BYTES)
@@ -121,6 +125,10 @@ class _Reader:
                     continue
                 if not backlog.must_rewind():
                     await self._accept(answer, requested_ms)
+            if answer.entries or answer.millis_behind or not self._source.is_polled(iterator):
+                emptied = now()
+            else:
+                await backlog.rest(min(_MOST_REST_S, (now() - emptied) * _REST_OF_QUIET))
             iterator = await self._begin() if backlog.must_rewind() else answer.next
 
     def _check_aged_out(self) -> None:
