@@ -543,17 +543,21 @@ AUTOSCALER_GROUP_FAILURES = Counter(
 )
 
 REGISTRY_REQUESTS = Counter("penstock_registry_requests", "Requests to the registry, by status.", ["status"])
+REGISTRY_REFUSED = Counter(
+    "penstock_registry_requests_refused", "Requests that the registry refused, by problem type.", ["reason"]
+)
 REGISTRY_REGISTRATIONS = Counter(
     "penstock_registry_registrations",
-    "Schemas that clients registered, by outcome: new, known (nothing was stored), incompatible, invalid, read_only, failed.",
+    "Registrations of a schema or a whole protocol that was read without a mistake, by outcome: new, known (nothing was stored), "
+    "incompatible, invalid, read_only, failed.",
     ["outcome"],
 )
 REGISTRY_ENTRIES = Gauge("penstock_registry_entries", "The last entry of the registry's log that this process knows.")
 REGISTRY_SCHEMAS = Gauge("penstock_registry_schemas", "Schemas with an id that this process knows.")
 REGISTRY_APPENDS = Counter(
     "penstock_registry_appends",
-    "Attempts to append to the registry's log: stored; lost_race (another registry was faster); unknown (no answer, and it was "
-    "tried again).",
+    "Attempts to append to the registry's log: stored; lost_race (another one was faster); refused (by the store; nothing was "
+    "stored); unknown (no answer, and it was tried again).",
     ["outcome"],
 )
 REGISTRY_DAMAGED = Gauge(

@@ -1,7 +1,8 @@
 """The paths, bodies and error codes of Confluent's schema registry, so that existing clients work without a change.
 
-Differences that clients can see: nothing is deleted (405); only Avro; one id means one schema by our fingerprint, whatever its
-white space and documentation; a deprecated version is not `latest`.
+Differences that clients can see: nothing is deleted (405), so `deleted` changes nothing and `deletedOnly` finds nothing;
+only Avro; one id means one schema by our fingerprint, whatever its white space and documentation; a deprecated version is not
+`latest`.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,10 +16,18 @@ from services.registry.catalog import Catalog, Schema, Subject, Version
 from services.registry.entries import Reference
 from services.registry.http import caller, confluent_answer, covers, is_true, knows_schema, read_body, require_manage
 from services.registry.problems import Refused
-from services.registry.registrar import Candidate, Registrar, check_subject, describe, latest_version
+from services.registry.registrar import (
+    Candidate,
+    Registrar,
+    check_subject,
+    describe,
+    latest_version,
+    no_such_reference,
+)
 from services.registry.views import confluent_schema, confluent_version
 
 _LATEST = ("latest", "-1")
+_OTHER_TYPES = ("JSON", "PROTOBUF")
 _MAX_VERSION = 2**31 - 1
 _PAGE = 10_000
 
@@ -130,11 +139,14 @@ class ConfluentApi:
         await self._registrar.log.refresh()
         prefix = request.query.get("subjectPrefix", "").removeprefix(":.:").removeprefix(":*:")
         found = [one.name for one in self._catalog.has_versions() if one.name.startswith(prefix)]
+        if is_true(request, "deletedOnly"):
+            return confluent_answer([])
         return confluent_answer(_page(request, [name for name in found if covers(request, name)]))
 
     async def versions(self, request: web.Request) -> web.Response:
         subject = await self._subject(request)
-        return confluent_answer(_page(request, [version.number for version in subject.versions]))
+        found = [] if is_true(request, "deletedOnly") else [version.number for version in subject.versions]
+        return confluent_answer(_page(request, found))
 
     async def version(self, request: web.Request) -> web.Response:
         subject, version = await self._version(request)
@@ -147,7 +159,7 @@ class ConfluentApi:
     async def referenced_by(self, request: web.Request) -> web.Response:
         subject, version = await self._version(request)
         wanted = (subject.name, version.number)
-        schemas = self._catalog.by_id.values()
+        schemas = [one for one in self._catalog.by_id.values() if knows_schema(request, one)]
         return confluent_answer(
             [one.id for one in schemas if wanted in {(each.subject, each.version) for each in one.stored.references}]
         )
@@ -187,7 +199,7 @@ class ConfluentApi:
         return subject, find_version(subject, number)
 
     async def _candidate(self, request: web.Request, body: Mapping[str, Any]) -> Candidate:
-        return await read_candidate(self._registrar, body, normalize=is_true(request, "normalize"))
+        return await read_candidate(request, self._registrar, body, normalize=is_true(request, "normalize"))
 
     # Compatibility.
 
@@ -288,15 +300,22 @@ class ConfluentApi:
         return confluent_answer({"version": VERSION, "commitId": ""})
 
 
-async def read_candidate(registrar: Registrar, body: Mapping[str, Any], *, normalize: bool = False) -> Candidate:
+async def read_candidate(
+    request: web.Request, registrar: Registrar, body: Mapping[str, Any], *, normalize: bool = False
+) -> Candidate:
     """The schema of a body. Raises Refused."""
     kind = body.get("schemaType") or "AVRO"
     if kind != "AVRO":
-        raise Refused(problems.BAD_SCHEMA, "Only schemas of the type AVRO are registered here.")
+        named = f"{kind} is not supported: only" if kind in _OTHER_TYPES else "Only"
+        raise Refused(problems.BAD_SCHEMA, f"{named} schemas of the type AVRO are registered here.")
     text = body.get("schema")
     if not isinstance(text, str):
         raise Refused(problems.BAD_SCHEMA, 'The member schema is missing, or no string: {"schema": "{\\"type\\": …}"}.')
-    return await registrar.read(text, read_references(body.get("references") or []), normalize=normalize)
+    references = read_references(body.get("references") or [])
+    for one in references:
+        if not covers(request, one.subject):
+            raise no_such_reference(one)
+    return await registrar.read(text, references, normalize=normalize)
 
 
 def read_references(items: object) -> list[Reference]:
@@ -331,7 +350,7 @@ def _version_number(text: str) -> int | None:
 
 def _refuse_import(body: Mapping[str, Any]) -> None:
     """Clients that copy a registry send ids and versions of their own."""
-    if (body.get("id") or -1) > 0 or (body.get("version") or -1) > 0:
+    if any(body.get(name) not in (None, 0, -1) for name in ("id", "version")):
         raise Refused(problems.NOT_PERMITTED, "The registry itself gives ids and versions. Leave id and version out.")
 
 

@@ -15,7 +15,7 @@ from services.core.problem_type import CONTENT_TYPE, problem_json
 from services.registry import problems
 from services.registry.catalog import Schema
 from services.registry.entries import Damaged
-from services.registry.objects import StoreUnavailable
+from services.registry.objects import NotStored, StoreUnavailable
 from services.registry.problems import CONFLUENT_CODES, Refused
 
 log = structlog.get_logger()
@@ -91,6 +91,8 @@ def _explain(request: web.Request, error: Exception) -> Refused:
     match error:
         case Refused():
             return error
+        case NotStored():
+            return Refused(problems.NOT_STORED, f"{error}.")
         case StoreUnavailable():
             return Refused(problems.STORE_UNAVAILABLE, f"{error}. The same request can be repeated.")
         case Damaged():
@@ -123,14 +125,17 @@ async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception as error:  # the boundary: a fault of ours is logged once, counted, and answered
-        response = _render(request, _explain(request, error))
+        refused = _explain(request, error)
+        metrics.REGISTRY_REFUSED.labels(refused.kind.name).inc()
+        response = _render(request, refused)
     metrics.REGISTRY_REQUESTS.labels(str(response.status)).inc()
     return response
 
 
 class Access:
     """The keys of clients: every valid key reads, a key with the scope `manage` registers and sets levels. A key covers the
-    subjects of its streams (`stream`, `stream-key`, `stream-value` and other `stream-…`); others do not exist for it.
+    subjects of its streams: `stream`, `stream-key`, `stream-value`, and `stream-TYPE` without another hyphen (which may belong to
+    a stream with a longer name). Other subjects do not exist for it.
 
     ring: None: no key is needed, and only this machine may ask. names: of this server, beside its addresses.
     """
@@ -199,7 +204,11 @@ def covers_schema(key: object, schema: Schema) -> bool:
 def _covers(key: object, subject: str) -> bool:
     if not isinstance(key, ApiKey) or EVERY_STREAM in key.streams:
         return True
-    return any(subject == stream or subject.startswith(f"{stream}-") for stream in key.streams)
+    return any(subject == stream or _is_of(subject, stream) for stream in key.streams)
+
+
+def _is_of(subject: str, stream: str) -> bool:
+    return subject.startswith(f"{stream}-") and "-" not in subject[len(stream) + 1 :]
 
 
 def require_manage(request: web.Request, subject: str | None) -> None:

@@ -31,7 +31,7 @@ from services.registry.entries import (
     segment_name,
     store_entry,
 )
-from services.registry.objects import Objects, StoreUnavailable, Watched
+from services.registry.objects import NotStored, Objects, StoreUnavailable, Watched
 
 log = structlog.get_logger()
 
@@ -116,7 +116,7 @@ class ObjectLog:
         returns True. False: there is another entry already. Call `refresh` and decide again.
 
         Repeats a request whose outcome is unknown with the same bytes: the object is then ours, or somebody else's, or still
-        absent. Raises StoreUnavailable (the entry may still appear) and Damaged.
+        absent. Raises NotStored (it will not appear), StoreUnavailable (it may still appear) and Damaged.
         """
         self.check()
         if self.number != after:
@@ -136,17 +136,21 @@ class ObjectLog:
     async def _create(self, name: str, content: bytes) -> bool:
         retry = Backoff(_FIRST_WAIT, _LONGEST_WAIT)
         end = asyncio.get_running_loop().time() + WITHIN_S
-        never = asyncio.Event()
+        never, in_doubt = asyncio.Event(), False
         while True:
             try:
                 if await self._objects.create(name, content):
                     return True
                 return (await self._objects.get([name]))[0] == content
             except StoreUnavailable as error:
+                if isinstance(error, NotStored) and not in_doubt:
+                    metrics.REGISTRY_APPENDS.labels("refused").inc()
+                    raise
+                in_doubt = True
                 metrics.REGISTRY_APPENDS.labels("unknown").inc()
                 retry.fail()
                 if asyncio.get_running_loop().time() >= end:
-                    raise
+                    raise StoreUnavailable(str(error)) from error
                 log.warning(
                     "registry_append_unknown", object=name, error=str(error), hint="the same entry is tried again"
                 )

@@ -6,6 +6,7 @@ does not sync it. No method repeats a failed request: only `ObjectLog` knows whe
 """
 
 import asyncio
+import errno
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,13 @@ from typing import Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
 from obstore.store import AzureStore, GCSStore, S3Store, from_url
 
 from services.core import metrics
@@ -28,6 +35,7 @@ TIMEOUT_S = 10.0
 _AT_ONCE = 32
 """Requests to a bucket at the same time."""
 _SCRATCH = ".new-"
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SCHEMES = ("s3", "gs", "az")
 
 
@@ -35,8 +43,12 @@ class StoreUnavailable(Exception):
     """The store did not answer, or refused. Whether an object was created is unknown. The message names the store."""
 
 
+class NotStored(StoreUnavailable):
+    """The store refused to create an object: a full disk, a read-only folder, a missing right. It was certainly not created."""
+
+
 class Objects(Protocol):
-    """A place for objects. A name is `folder/name`. The methods raise StoreUnavailable."""
+    """A place for objects. A name is `folder/name`. The methods raise StoreUnavailable, `create` also NotStored."""
 
     url: str
     failed: str | None
@@ -132,17 +144,13 @@ class Folder:
 
     def _create(self, path: Path, content: bytes) -> bool:
         if self.failed is not None:
-            raise StoreUnavailable(f"{self.url}: {self.failed}. Try: check the disk, then restart the registry")
-        if not path.parent.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._sync(path.parent.parent)
+            raise NotStored(f"{self.url}: {self.failed}. Try: check the disk, then restart the registry")
         scratch = path.with_name(f"{_SCRATCH}{path.name}-{secrets.token_hex(8)}")
         try:
-            descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                self._fsync(descriptor)
+            try:
+                self._write(scratch, content)
+            except OSError as error:
+                raise NotStored(f"{path.parent}: {error.strerror}") from error
             try:
                 os.link(scratch, path)
             except FileExistsError:
@@ -151,6 +159,16 @@ class Folder:
             scratch.unlink(missing_ok=True)
         self._sync(path.parent)
         return True
+
+    def _write(self, path: Path, content: bytes) -> None:
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._sync(path.parent.parent)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            self._fsync(descriptor, passing=_FULL)  # nobody has seen this file, and the next try writes another one
 
     def _get(self, paths: Sequence[Path]) -> list[bytes | None]:
         """Another process may have linked a file and not synced the folder yet. Nobody may build on it before."""
@@ -174,10 +192,12 @@ class Folder:
         finally:
             os.close(descriptor)
 
-    def _fsync(self, descriptor: int) -> None:
+    def _fsync(self, descriptor: int, passing: frozenset[int] = frozenset()) -> None:
         try:
             os.fsync(descriptor)
         except OSError as error:
+            if error.errno in passing:
+                raise
             self.failed = f"a sync failed ({error.strerror})"
             raise
 
@@ -214,6 +234,8 @@ class Bucket:
             await obstore.put_async(self._store, name, content, mode="create", use_multipart=False)
         except (AlreadyExistsError, PreconditionError):
             return False
+        except (PermissionDeniedError, UnauthenticatedError, FileNotFoundError) as error:  # the last: no such bucket
+            raise NotStored(str(self._explain(name, error))) from error
         except (BaseError, OSError) as error:
             raise self._explain(name, error) from error
         return True

@@ -92,10 +92,11 @@ class OwnApi:
     async def register(self, request: web.Request) -> web.Response:
         """With a subject it registers; without one it says what the schema's identity would be."""
         body = await read_body(request)
-        candidate = await read_candidate(self._registrar, body)
+        candidate = await read_candidate(request, self._registrar, body)
         if "subject" not in body:
             known = await self._registrar.find(candidate)
-            return json_answer({**identity_view(candidate), "id": None if known is None else known.id})
+            shown = None if known is None or not knows_schema(request, known) else known.id
+            return json_answer({**identity_view(candidate), "id": shown})
         name = _subject_name(body)
         require_manage(request, name)
         known = await self._registrar.find(candidate)
@@ -110,7 +111,7 @@ class OwnApi:
         name = _subject_name(body)
         if not covers(request, name):
             raise Refused(problems.SUBJECT_NOT_FOUND, "GET /v1/subjects lists the subjects.")
-        candidate = await read_candidate(self._registrar, body)
+        candidate = await read_candidate(request, self._registrar, body)
         await self._registrar.log.refresh()
         level = self._catalog.level_of(name)
         judgement = await self._registrar.judge(name, candidate, level)
@@ -151,7 +152,7 @@ class OwnApi:
                 'Send {"from": …, "to": …}, each with schema, fingerprint, id, or subject and version.',
             )
         if "schema" in side:
-            return (await read_candidate(self._registrar, side)).parsed
+            return (await read_candidate(request, self._registrar, side)).parsed
         await self._registrar.log.refresh()
         schema: Schema | None
         if "subject" in side:
@@ -260,7 +261,9 @@ class OwnApi:
             raise Refused(problems.BAD_SCHEMA, "The protocol has no named type.")
         full_name = protocol.name or types[-1][0]
         added = AddProtocol(full_name, 0, language, hashlib.sha256(text.encode()).hexdigest(), text)
-        versions = await self._registrar.register_protocol(added, types, caller(request))
+        versions = await self._registrar.register_protocol(
+            added, types, caller(request), lambda known: _covers_protocol(request, protocol_view(known))
+        )
         registered = [
             {"subject": name, "version": version.number, "id": version.schema.id}
             for (name, _), version in zip(types, versions, strict=True)

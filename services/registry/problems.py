@@ -36,6 +36,8 @@ BAD_MODE = ProblemType("bad-mode", 422, "A mode is not valid")
 NOT_PERMITTED = ProblemType("not-permitted", 422, "The registry does not allow this")
 INTERNAL = ProblemType("internal", 500, "The registry failed; the outcome is unknown")
 STORE_UNAVAILABLE = ProblemType("store-unavailable", 503, "The store does not answer; the outcome is unknown")
+NOT_STORED = ProblemType("not-stored", 503, "The store refused; nothing was stored")
+BUSY = ProblemType("busy", 503, "Other registrations wait for the store; nothing was stored")
 STORE_DAMAGED = ProblemType("store-damaged", 503, "A stored object was altered")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, ProblemType))
@@ -54,6 +56,8 @@ CONFLUENT_CODES: Mapping[ProblemType, int] = {
     NOT_PERMITTED: 42205,
     INTERNAL: 50001,
     STORE_UNAVAILABLE: 50001,
+    NOT_STORED: 50001,
+    BUSY: 50001,
     STORE_DAMAGED: 50001,
 }
 """Every other problem has its status as its code."""

@@ -21,7 +21,7 @@ from services.core.avro.resolution import TooComplex
 from services.core.avro.schema import Array, Map, Named, Record, Union
 from services.core.avro.schema import Schema as AvroSchema
 from services.registry import problems
-from services.registry.catalog import Catalog, Schema, Subject, Version
+from services.registry.catalog import Catalog, Protocol, Schema, Subject, Version
 from services.registry.entries import (
     AddProtocol,
     AddSchema,
@@ -32,7 +32,7 @@ from services.registry.entries import (
     SetLevel,
     SetMode,
 )
-from services.registry.object_log import ObjectLog
+from services.registry.object_log import WITHIN_S, ObjectLog
 from services.registry.problems import Refused
 
 LEVELS = tuple(level.value for level in Level)
@@ -42,6 +42,13 @@ MAX_REFERENCE_LEVELS = 20
 _SUBJECT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 _PARSED = 4096
 _RACES = 1000
+MAX_WAITING = 1000
+"""Registrations that wait for their turn."""
+_OUTCOMES = {
+    problems.INCOMPATIBLE: "incompatible",
+    problems.NOT_PERMITTED: "read_only",
+    problems.BUSY: "failed",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,10 @@ def describe(found: Difference, version: int | None = None) -> str:
 def check_subject(name: str) -> str:
     """The name without the prefix of the default context. Raises Refused."""
     name = name.removeprefix(":.:")
+    if name.startswith(":"):
+        raise Refused(
+            problems.BAD_NAME, "The registry has only the default context. Try: the name without `:.context:`."
+        )
     if not _SUBJECT.fullmatch(name):
         detail = "A subject has 1 to 255 letters, digits, dots, hyphens and underscores. It begins with a letter, digit or _."
         raise Refused(problems.BAD_NAME, detail)
@@ -95,6 +106,7 @@ class Registrar:
 
     def __init__(self, catalog: Catalog, log: ObjectLog) -> None:
         self.catalog, self.log = catalog, log
+        self._waiting = 0
         self._parse = lru_cache(maxsize=_PARSED)(self._parse_stored)
 
     def forget(self) -> None:
@@ -148,8 +160,7 @@ class Registrar:
         for reference in references:
             schema = self._find(reference)
             if schema is None:
-                target = f"version {reference.version} of {reference.subject}"
-                raise Refused(problems.BAD_REFERENCE, f"{reference.name} refers to {target}. Register it first.")
+                raise no_such_reference(reference)
             for found in named_types(self.parsed(schema)):
                 named.setdefault(found.full_name, found)
         return named
@@ -178,24 +189,22 @@ class Registrar:
             await self._check_compatible(subject, candidate)
             return self._changes_for(subject, candidate, {})
 
-        outcome = "failed"
-        try:
-            outcome = "new" if await self._commit(decide, by) else "known"
-        except Refused as error:
-            outcome = {problems.INCOMPATIBLE: "incompatible", problems.NOT_PERMITTED: "read_only"}.get(
-                error.kind, "invalid"
-            )
-            raise
-        finally:
-            metrics.REGISTRY_REGISTRATIONS.labels(outcome).inc()
+        await self._commit_counted(decide, by)
         version = self._version_of(subject, candidate)
         assert version is not None, subject
         return version
 
     async def register_protocol(
-        self, protocol: AddProtocol, types: Sequence[tuple[str, Candidate]], by: str
+        self,
+        protocol: AddProtocol,
+        types: Sequence[tuple[str, Candidate]],
+        by: str,
+        may_change: Callable[[Protocol], bool] = lambda _: True,
     ) -> list[Version]:
-        """Register every type of a protocol under its subject, and the text: all or nothing. Raises as `register`."""
+        """Register every type of a protocol under its subject, and the text: all or nothing. Raises as `register`.
+
+        may_change: asked about the last version of the protocol, if there is one.
+        """
 
         async def decide() -> Sequence[Change]:
             new_ids: dict[str, int] = {}
@@ -216,12 +225,14 @@ class Registrar:
             if found:
                 raise _incompatible(f"{protocol.name} was not registered.", Judgement(tuple(found)))
             known = self.catalog.protocols.get(protocol.name, [])
+            if known and not may_change(known[-1]):
+                raise Refused(problems.NOT_PERMITTED, f"{protocol.name} has types that the key does not cover.")
             if not changes and known and known[-1].stored.sha256 == protocol.sha256:
                 return ()
             stored = msgspec.structs.replace(protocol, version=len(known) + 1, types=tuple(placed))
             return [*changes, stored]
 
-        await self._commit(decide, by)
+        await self._commit_counted(decide, by)
         versions = [self._version_of(subject, candidate) for subject, candidate in types]
         return [version for version in versions if version is not None]
 
@@ -288,7 +299,8 @@ class Registrar:
 
     async def _commit(self, decide: Callable[[], Awaitable[Sequence[Change]]], by: str) -> bool:
         """Append what `decide` returns from the newest state. False: nothing had to be appended."""
-        async with self.log.writing:
+        await self._take_turn()
+        try:
             for _ in range(_RACES):
                 await self.log.refresh()
                 self.log.check()
@@ -298,7 +310,32 @@ class Registrar:
                     return False
                 if await self.log.append(changes, by, after):
                     return True
-        raise Refused(problems.STORE_UNAVAILABLE, "Other registries were always faster. Nothing was stored. Try again.")
+        finally:
+            self.log.writing.release()
+        raise Refused(problems.BUSY, "Other registries were always faster. Try again.")
+
+    async def _take_turn(self) -> None:
+        """Take `log.writing`. While the store does not answer, each turn may last for `WITHIN_S`. Raises Refused."""
+        if self._waiting >= MAX_WAITING:
+            raise Refused(problems.BUSY, f"{MAX_WAITING} registrations wait already. Try again.")
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                await self.log.writing.acquire()
+        except TimeoutError:
+            raise Refused(problems.BUSY, f"It had no turn within {WITHIN_S:.0f} s. Try again.") from None
+        finally:
+            self._waiting -= 1
+
+    async def _commit_counted(self, decide: Callable[[], Awaitable[Sequence[Change]]], by: str) -> None:
+        outcome = "failed"
+        try:
+            outcome = "new" if await self._commit(decide, by) else "known"
+        except Refused as error:
+            outcome = _OUTCOMES.get(error.kind, "invalid")
+            raise
+        finally:
+            metrics.REGISTRY_REGISTRATIONS.labels(outcome).inc()
 
     def _version_of(self, subject: str, candidate: Candidate) -> Version | None:
         schema = self.catalog.by_fingerprint.get(candidate.parsed.fingerprint)
@@ -385,6 +422,12 @@ def _read(text: str, named: Mapping[str, AvroSchema], references: tuple[Referenc
         text = orjson.dumps(parsed.to_json()).decode()
         references = ()
     return Candidate(parsed, text, references)
+
+
+def no_such_reference(reference: Reference) -> Refused:
+    """Also for a subject that the client's key does not cover: it does not exist for that client."""
+    target = f"version {reference.version} of {reference.subject}"
+    return Refused(problems.BAD_REFERENCE, f"{reference.name} refers to {target}. Register it first.")
 
 
 def read_text(parsed: AvroSchema) -> Candidate:
