@@ -8,6 +8,7 @@ A segment (`entries.SEGMENT`) repeats entries in one object. It makes a start qu
 """
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +42,9 @@ VERIFY_EVERY_S = 3600.0
 MEND_EVERY_S = 5.0
 _WINDOW = 256
 _SEGMENTS_AT_ONCE = 16
+_MOST_MISSING = 10_000
+"""More objects than these can miss before another one: then it is that one which does not belong here."""
+_DIGITS = re.compile("[0-9]{12}")
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0
 
 
@@ -86,8 +90,13 @@ class ObjectLog:
             skipped.clear()
             self._links.clear()
             await self._read_segments()
-            while behind := await self._objects.names_after(entry_name(self.number)):
-                await self._read_to(int(behind[-1].rpartition("/")[2]))
+            while behind := await self._numbers_after(entry_name(self.number)):
+                near = [number for number in behind if number <= self.number + len(behind) + _MOST_MISSING]
+                for number in behind[len(near) :]:
+                    self._note(entry_name(number), _far(number, self.number))
+                if not near:
+                    break
+                await self._read_to(near[-1])
             self.incomplete = bool(skipped)
             self._show_damage()
 
@@ -216,6 +225,8 @@ class ObjectLog:
         folder, _, digits = name.partition("/")
         number = int(digits)
         [content] = await self._objects.get([name])
+        if number * (1 if folder == "log" else SEGMENT) > self.number:
+            return None if content is None else self.damage[name]
         if folder != "log":
             return _compare_segment(number, content)
         if number not in self._links:
@@ -224,19 +235,27 @@ class ObjectLog:
         return _compare_link(number, content, following)
 
     async def _read_segments(self) -> None:
-        names = await self._objects.names_after("segments/")
-        for first in range(0, len(names), _SEGMENTS_AT_ONCE):
-            some = names[first : first + _SEGMENTS_AT_ONCE]
-            for name, content in zip(some, await self._objects.get(some), strict=True):
-                await self._read_segment(name, content or b"")
+        numbers = await self._numbers_after("segments/")
+        for first in range(0, len(numbers), _SEGMENTS_AT_ONCE):
+            some = numbers[first : first + _SEGMENTS_AT_ONCE]
+            found = await self._objects.get([segment_name(number) for number in some])
+            for number, content in zip(some, found, strict=True):
+                if number * SEGMENT > self.number + _MOST_MISSING:
+                    self._note(segment_name(number), _far(number * SEGMENT, self.number))
+                    return
+                await self._read_segment(number, content or b"")
 
-    async def _read_segment(self, name: str, content: bytes) -> None:
-        number = int(name.rpartition("/")[2])
+    async def _numbers_after(self, name: str) -> list[int]:
+        """The numbers of the objects behind this one, in order. What has another name is not ours."""
+        parts = [found.rpartition("/")[2] for found in await self._objects.names_after(name)]
+        return [int(part) for part in parts if _DIGITS.fullmatch(part)]
+
+    async def _read_segment(self, number: int, content: bytes) -> None:
         await self._read_to(number * SEGMENT)
         try:
             entries = read_segment(number, content)
         except Damaged as error:
-            self._note(name, str(error))
+            self._note(segment_name(number), str(error))
             await self._read_to((number + 1) * SEGMENT)
             return
         for stored in entries:
@@ -315,6 +334,10 @@ class ObjectLog:
             await self._objects.create(segment_name(whole[-1].entry.number // SEGMENT - 1), make_segment(whole))
         except StoreUnavailable as error:
             log.warning("registry_segment_not_written", error=str(error), hint="the next start writes it")
+
+
+def _far(number: int, last: int) -> str:
+    return f"more than {_MOST_MISSING:,} objects are missing between {last} and {number}. Try: remove it, if it is not ours"
 
 
 def _replaced(number: int) -> str:

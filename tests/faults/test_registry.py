@@ -1,19 +1,21 @@
 """The registry's store under kill -9, lost answers and power cuts: no duplicate, no gap, no loss."""
 
 import asyncio
+import json
 import random
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from services.registry import object_log
+from services.registry import object_log, objects
 from services.registry.entries import entry_name
-from services.registry.objects import Bucket, Objects, StoreUnavailable, open_objects
+from services.registry.objects import Bucket, NotStored, Objects, StoreUnavailable, open_objects
 from tests.faults.registry_child import make_schema, open_registrar
 from tests.faults.registry_storm import run_storm, s3_environ
 from tests.support.object_store import BUCKET, ObjectStoreServer
@@ -60,17 +62,76 @@ async def test_of_concurrent_creators_one_succeeds(url: str) -> None:
     assert await stores[0].get([entry_name(6)]) == [None]
 
 
-async def test_a_lost_answer_of_s3_is_found_again(s3: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def _too_late() -> int:
+    time.sleep(1.0)
+    return True
+
+
+_NEVER: Callable[[], int] = lambda: 0  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("refuse", "lose"),
+    [
+        (_NEVER, lambda: True),
+        (_NEVER, lambda: 503),
+        (_NEVER, lambda: 500),
+        (_NEVER, _too_late),
+        (lambda: 503, _NEVER),
+        (lambda: 409, _NEVER),
+    ],
+    ids=["no answer", "503 after storing", "500 after storing", "too late", "SlowDown", "conflict"],
+)
+async def test_a_lost_answer_of_s3_is_found_again(
+    s3: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[], int], lose: Callable[[], int]
+) -> None:
     """If it fails, a registration whose answer was lost is refused as incompatible with itself, or gets a second id."""
     monkeypatch.setattr(object_log, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(objects, "TIMEOUT_S", 0.5)
     registrar = await open_registrar(f"s3://{BUCKET}/lost-{random.randrange(1 << 30)}")
-    lost = [True, False, True]
-    s3.lose = lambda method, _path: method == "PUT" and bool(lost) and lost.pop(0)
+    faults = [True, False, True]
+    bites: list[int] = []
+
+    def is_next(method: str, fault: Callable[[], int]) -> int:
+        """The fault of the first, third and fifth PUT."""
+        if method != "PUT" or fault is _NEVER or not (faults and faults.pop(0)):
+            return 0
+        bites.append(1)
+        return fault()
+
+    monkeypatch.setattr(s3, "refuse", lambda method, _path: is_next(method, refuse))
+    monkeypatch.setattr(s3, "lose", lambda method, _path: is_next(method, lose))
     versions = [
         await registrar.register("s", await registrar.read(make_schema("a", number)), "") for number in range(3)
     ]
-    assert not lost
+    assert len(bites) == 2
     assert [version.schema.id for version in versions] == [1, 2, 3]
+
+
+async def test_a_bucket_that_refuses_is_told_at_once(s3: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a client waits 15 seconds to learn that the registry lacks a right, and then not which outcome it has."""
+    registrar = await open_registrar(f"s3://{BUCKET}/right-{random.randrange(1 << 30)}")
+    monkeypatch.setattr(s3, "refuse", lambda method, _path: 403 * (method == "PUT"))
+    candidate = await registrar.read(make_schema("a", 0))
+    with pytest.raises(NotStored, match="log/0"):
+        await registrar.register("s", candidate, "")
+    monkeypatch.setattr(s3, "refuse", lambda _method, _path: 0)
+    assert (await registrar.register("s", candidate, "")).schema.id == 1
+
+
+def test_a_kill_between_any_two_steps_of_a_registration(tmp_path: Path) -> None:
+    """If it fails, a registry that was killed at one place leaves an id without a version, a gap, or a store that is stuck."""
+    command = [sys.executable, "-m", "tests.faults.registry_steps", str(tmp_path)]
+    ran = subprocess.run(command, check=True, timeout=DEADLINE, stdout=subprocess.PIPE)
+    found = json.loads(ran.stdout)
+    assert {"mkdir", "open", "fsync", "link", "unlink"} <= set(found["killed"])
+    catalog = asyncio.run(open_registrar(f"file://{tmp_path}")).catalog
+    numbers = [version.number for version in catalog.subjects["s"].versions]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert sorted(catalog.by_id) == numbers, "each schema was registered once"
+    for fact in found["answered"]:
+        version = catalog.subjects["s"].versions[fact["version"] - 1]
+        assert (version.schema.id, version.schema.stored.fingerprint) == (fact["id"], fact["fingerprint"])
 
 
 async def test_a_store_that_is_away_is_an_error_and_heals(

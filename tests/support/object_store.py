@@ -1,4 +1,4 @@
-"""S3 on this machine: moto's server behind a proxy that counts requests, and loses answers where a test says so.
+"""S3 on this machine: moto's server behind a proxy that counts requests, and loses or refuses some where a test says so.
 
 S3 creates an object under a condition in one step. moto looks first and stores then, so two creators at the same moment both
 succeed. The proxy sends it one PUT at a time.
@@ -34,13 +34,15 @@ class _Proxy(ThreadingHTTPServer):
 
 
 class ObjectStoreServer:
-    """A context manager. url: of the proxy. requests: by method, since the last `clear`. lose: whether to lose this answer."""
+    """A context manager. url: of the proxy. requests: by method, since the last `clear`. lose: whether to lose this answer, or
+    the status to answer instead. refuse: the status of a request that is not executed; 0: it is."""
 
     def __init__(self, folder: Path) -> None:
         (self._port,) = free_ports(1)
         self._log = folder / "moto.log"
         self.requests: Counter[str] = Counter()
-        self.lose: Callable[[str, str], bool] = lambda _method, _path: False
+        self.lose: Callable[[str, str], int] = lambda _method, _path: False
+        self.refuse: Callable[[str, str], int] = lambda _method, _path: 0
         self._puts = threading.Lock()
         self._proxy = _Proxy(("127.0.0.1", 0), self._handler())
         self._proxy.daemon_threads = True
@@ -89,6 +91,9 @@ class ObjectStoreServer:
             def forward(self) -> None:
                 server.requests[self.command] += 1
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                if refused := server.refuse(self.command, self.path):
+                    self.send_empty(refused)
+                    return
                 upstream = http.client.HTTPConnection("127.0.0.1", server._port, timeout=60)
                 try:
                     headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
@@ -101,8 +106,12 @@ class ObjectStoreServer:
                     return
                 finally:
                     upstream.close()
-                if server.lose(self.command, self.path):
+                lost = server.lose(self.command, self.path)
+                if lost is True:
                     self.close_connection = True
+                    return
+                if lost:
+                    self.send_empty(lost)
                     return
                 self.send_response_only(answer.status)
                 for name, value in answer.getheaders():
@@ -112,6 +121,11 @@ class ObjectStoreServer:
                 self.send_header("Content-Length", length or "0")
                 self.end_headers()
                 self.wfile.write(content)
+
+            def send_empty(self, status: int) -> None:
+                self.send_response_only(status)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
 
             do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward  # noqa: N815  the names that the base class calls
 

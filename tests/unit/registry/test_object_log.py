@@ -243,6 +243,23 @@ async def test_verifying_finds_what_was_changed_while_it_ran(harm: str) -> None:
         await member.add("d")
 
 
+@pytest.mark.parametrize("name", [entry_name(999_999_999_999), segment_name(99_999_999)])
+async def test_an_object_far_ahead_is_named_and_read_by_nobody(name: str) -> None:
+    """A failure means that one foreign object makes a start read a million objects that do not exist, and run out of memory."""
+    objects = MemoryObjects()
+    await (await opened(objects)).add("a")
+    objects.contents[name] = b"x"
+    member = await opened(objects)
+    assert objects.reads < 100
+    assert set(member.log.damage) == {name}
+    assert member.catalog.by_id[1].stored.name == "a"
+    with pytest.raises(Damaged, match="remove it"):
+        await member.add("b")
+    del objects.contents[name]
+    await member.log._mend()
+    assert await member.add("b") == 2
+
+
 async def test_a_damaged_segment_costs_nothing_but_is_loud() -> None:
     """A failure means that the copy for a quick start can lose schemas."""
     objects = MemoryObjects()
