@@ -16,14 +16,8 @@ from services.registry.catalog import Catalog, Schema, Subject, Version
 from services.registry.entries import Reference
 from services.registry.http import caller, confluent_answer, covers, is_true, knows_schema, read_body, require_manage
 from services.registry.problems import Refused
-from services.registry.registrar import (
-    Candidate,
-    Registrar,
-    check_subject,
-    describe,
-    latest_version,
-    no_such_reference,
-)
+from services.registry.registrar import Registrar, check_subject, describe, latest_version
+from services.registry.schema_reader import Candidate, no_such_reference
 from services.registry.views import confluent_schema, confluent_version
 
 _LATEST = ("latest", "-1")

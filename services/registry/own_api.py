@@ -1,6 +1,5 @@
 """Our own paths: schemas by fingerprint, differences with patches, protocols, and what the page and the command line show."""
 
-import asyncio
 import hashlib
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +19,8 @@ from services.registry.confluent_api import find_version, read_candidate
 from services.registry.entries import AddProtocol, Deprecate
 from services.registry.http import FOR_EVER, caller, covers, json_answer, knows_schema, read_body, require_manage
 from services.registry.problems import Refused
-from services.registry.registrar import Registrar, check_subject, latest_version, read_text
+from services.registry.registrar import Registrar, check_subject, latest_version
+from services.registry.schema_reader import compute, read_types
 from services.registry.views import identity_view, protocol_view, schema_view, version_view
 
 _LANGUAGES = ("avpr", "avdl")
@@ -165,7 +165,7 @@ class OwnApi:
             schema = self._catalog.by_id.get(_number(side.get("id")) or 0)
         if schema is None or not knows_schema(request, schema):
             raise Refused(problems.SCHEMA_NOT_FOUND, f"The member {name} names no registered schema.")
-        return self._registrar.parsed(schema)
+        return await self._registrar.parsed(schema)
 
     # Subjects.
 
@@ -251,12 +251,11 @@ class OwnApi:
                 problems.BAD_REQUEST,
                 'Send {"text": "…", "language": "avpr" or "avdl", "imports": {"other.avdl": "…"}}.',
             )
-        protocol = await asyncio.to_thread(_read_protocol, text, language, imports)
-        types = []
-        for one in protocol.types:
-            name = check_subject(one.full_name)
+        protocol = await compute(lambda: _read_protocol(text, language, imports))
+        names = [check_subject(one.full_name) for one in protocol.types]
+        for name in names:
             require_manage(request, name)
-            types.append((name, await asyncio.to_thread(read_text, one)))
+        types = list(zip(names, await compute(lambda: read_types(protocol.types)), strict=True))
         if not types:
             raise Refused(problems.BAD_SCHEMA, "The protocol has no named type.")
         full_name = protocol.name or types[-1][0]

@@ -37,7 +37,7 @@ NOT_PERMITTED = ProblemType("not-permitted", 422, "The registry does not allow t
 INTERNAL = ProblemType("internal", 500, "The registry failed; the outcome is unknown")
 STORE_UNAVAILABLE = ProblemType("store-unavailable", 503, "The store does not answer; the outcome is unknown")
 NOT_STORED = ProblemType("not-stored", 503, "The store refused; nothing was stored")
-BUSY = ProblemType("busy", 503, "Other registrations wait for the store; nothing was stored")
+BUSY = ProblemType("busy", 503, "Too many requests wait; nothing was stored")
 STORE_DAMAGED = ProblemType("store-damaged", 503, "A stored object was altered")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, ProblemType))

@@ -6,19 +6,16 @@ decision is made again from the new state. So no two processes can both believe 
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import overload
 
 import msgspec
 import orjson
 
 from services.core import metrics
 from services.core.avro.compatibility import Difference, Level, check, diff
-from services.core.avro.json_document import SchemaError
-from services.core.avro.parsing import parse_schema
 from services.core.avro.resolution import TooComplex
-from services.core.avro.schema import Array, Map, Named, Record, Union
 from services.core.avro.schema import Schema as AvroSchema
 from services.registry import problems
 from services.registry.catalog import Catalog, Protocol, Schema, Subject, Version
@@ -34,13 +31,11 @@ from services.registry.entries import (
 )
 from services.registry.object_log import WITHIN_S, ObjectLog
 from services.registry.problems import Refused
+from services.registry.schema_reader import Candidate, SchemaReader, compute
 
 LEVELS = tuple(level.value for level in Level)
 MODES = ("READWRITE", "READONLY")
-MAX_REFERENCES = 100
-MAX_REFERENCE_LEVELS = 20
 _SUBJECT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
-_PARSED = 4096
 _RACES = 1000
 MAX_WAITING = 1000
 """Registrations that wait for their turn."""
@@ -49,15 +44,6 @@ _OUTCOMES = {
     problems.NOT_PERMITTED: "read_only",
     problems.BUSY: "failed",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A schema that a client sent. text: as it will be stored if it is new."""
-
-    parsed: AvroSchema
-    text: str
-    references: tuple[Reference, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,63 +93,23 @@ class Registrar:
     def __init__(self, catalog: Catalog, log: ObjectLog) -> None:
         self.catalog, self.log = catalog, log
         self._waiting = 0
-        self._parse = lru_cache(maxsize=_PARSED)(self._parse_stored)
+        self._schemas = SchemaReader(catalog)
 
     def forget(self) -> None:
         """The catalogue was read again."""
-        self._parse.cache_clear()
+        self._schemas.forget()
 
     # Schemas.
 
     async def read(self, text: str, references: Sequence[Reference] = (), *, normalize: bool = False) -> Candidate:
         """Parse what a client sent. Raises Refused."""
-        if references and not self._known(references):
+        if references and not self._schemas.knows(references):
             await self.log.refresh()
-        self._check_depth(references)
-        named = self._named(references)
-        return await asyncio.to_thread(_read, text, named, tuple(references), normalize)
+        return await compute(lambda: self._schemas.read(text, references, normalize=normalize))
 
-    def parsed(self, schema: Schema) -> AvroSchema:
+    async def parsed(self, schema: Schema) -> AvroSchema:
         """A stored schema, with what it references."""
-        return self._parse(schema.id)
-
-    def _parse_stored(self, schema_id: int) -> AvroSchema:
-        stored = self.catalog.by_id[schema_id].stored
-        return parse_schema(stored.schema, named=self._named(stored.references))
-
-    def _known(self, references: Sequence[Reference]) -> bool:
-        return all(self._find(reference) is not None for reference in references)
-
-    def _find(self, reference: Reference) -> Schema | None:
-        subject = self.catalog.subjects.get(reference.subject)
-        if subject is None or not 1 <= reference.version <= len(subject.versions):
-            return None
-        return subject.versions[reference.version - 1].schema
-
-    def _check_depth(self, references: Sequence[Reference]) -> None:
-        """Reading a schema reads what it references, and so on: the levels have a bound. Raises Refused."""
-        level = {found.id: found for reference in references if (found := self._find(reference)) is not None}
-        for _ in range(MAX_REFERENCE_LEVELS):
-            if not level:
-                return
-            deeper = (self._find(inner) for schema in level.values() for inner in schema.stored.references)
-            level = {found.id: found for found in deeper if found is not None}
-        raise Refused(
-            problems.BAD_REFERENCE, f"References of references are at most {MAX_REFERENCE_LEVELS} levels deep."
-        )
-
-    def _named(self, references: Sequence[Reference]) -> Mapping[str, AvroSchema]:
-        """All named types in the schemas that are referenced."""
-        if len(references) > MAX_REFERENCES:
-            raise Refused(problems.BAD_REFERENCE, f"A schema has at most {MAX_REFERENCES} references.")
-        named: dict[str, AvroSchema] = {}
-        for reference in references:
-            schema = self._find(reference)
-            if schema is None:
-                raise no_such_reference(reference)
-            for found in named_types(self.parsed(schema)):
-                named.setdefault(found.full_name, found)
-        return named
+        return await compute(lambda: self._schemas.parsed(schema))
 
     # Registrations.
 
@@ -247,17 +193,18 @@ class Registrar:
         chosen = Level(level)
         if not existing or chosen is Level.NONE:
             return Judgement(())
-        schemas = [self.parsed(version.schema) for version in existing]
+        counted = existing if chosen.transitive else existing[-1:]
         try:
-            differences = await asyncio.to_thread(check, chosen, candidate.parsed, schemas)
+            schemas = _Stored(counted, self._schemas)
+            differences = await compute(lambda: check(chosen, candidate.parsed, schemas))
         except TooComplex as error:
             raise Refused(problems.BAD_SCHEMA, str(error)) from error
-        return Judgement(tuple((one, _against(one, existing)) for one in differences))
+        return Judgement(tuple((one, counted[one.against].number) for one in differences))
 
     async def differences(self, old: AvroSchema, new: AvroSchema) -> list[Difference]:
         """Everything that differs. Raises Refused."""
         try:
-            return await asyncio.to_thread(diff, old, new)
+            return await compute(lambda: diff(old, new))
         except TooComplex as error:
             raise Refused(problems.BAD_SCHEMA, str(error)) from error
 
@@ -389,54 +336,23 @@ def latest_version(subject: Subject) -> Version | None:
     return current[-1] if current else None
 
 
-def named_types(schema: AvroSchema) -> list[AvroSchema]:
-    """Every named type in a schema, each once."""
-    found: dict[str, AvroSchema] = {}
-    rest = [schema]
-    while rest:
-        one = rest.pop()
-        match one:
-            case Named() if one.full_name in found:
-                continue
-            case Record():
-                rest += [item.type for item in one.fields]
-            case Array():
-                rest.append(one.items)
-            case Map():
-                rest.append(one.values)
-            case Union():
-                rest += one.branches
-        if isinstance(one, Named):
-            found[one.full_name] = one
-    return list(found.values())
+class _Stored(Sequence[AvroSchema]):
+    """The schemas of versions, each parsed when it is looked at: all of them together may be large."""
 
+    def __init__(self, versions: Sequence[Version], schemas: SchemaReader) -> None:
+        self._versions, self._schemas = versions, schemas
 
-def _read(text: str, named: Mapping[str, AvroSchema], references: tuple[Reference, ...], normalize: bool) -> Candidate:
-    try:
-        parsed = parse_schema(text, named=named)
-        _ = parsed.fingerprint, parsed.parsing_sha256, parsed.crc64  # on this thread
-    except SchemaError as error:
-        place = {"path": error.path, "line": error.line, "column": error.column}
-        raise Refused(problems.BAD_SCHEMA, str(error), **place) from error
-    if normalize:
-        text = orjson.dumps(parsed.to_json()).decode()
-        references = ()
-    return Candidate(parsed, text, references)
+    def __len__(self) -> int:
+        return len(self._versions)
 
-
-def no_such_reference(reference: Reference) -> Refused:
-    """Also for a subject that the client's key does not cover: it does not exist for that client."""
-    target = f"version {reference.version} of {reference.subject}"
-    return Refused(problems.BAD_REFERENCE, f"{reference.name} refers to {target}. Register it first.")
-
-
-def read_text(parsed: AvroSchema) -> Candidate:
-    """A type of a protocol, as a schema of its own. Raises Refused."""
-    return _read(orjson.dumps(parsed.to_json()).decode(), {}, (), normalize=False)
-
-
-def _against(found: Difference, existing: Sequence[Version]) -> int:
-    return existing[found.against].number
+    @overload
+    def __getitem__(self, index: int) -> AvroSchema: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[AvroSchema]: ...
+    def __getitem__(self, index: int | slice) -> AvroSchema | Sequence[AvroSchema]:
+        if isinstance(index, slice):
+            return _Stored(self._versions[index], self._schemas)
+        return self._schemas.parsed(self._versions[index].schema)
 
 
 def _incompatible(what: str, judgement: Judgement) -> Refused:

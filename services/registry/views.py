@@ -5,7 +5,7 @@ from typing import Any
 from services.core.times import format_time
 from services.registry.catalog import Protocol, Schema, Version, guid_of
 from services.registry.entries import Reference
-from services.registry.registrar import Candidate
+from services.registry.schema_reader import Candidate
 
 
 def references_view(references: tuple[Reference, ...]) -> list[dict[str, Any]]:

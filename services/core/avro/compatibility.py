@@ -22,6 +22,8 @@ from services.core.avro.schema import Named, Schema
 
 MAX_TRIES: Final = 200
 """How many candidates of fixes are tried in one comparison. Later findings get none."""
+MAX_TRIED_NODES: Final = 50_000
+"""The same in types and fields of the new schema, which each try reads again: a schema of 50,000 gets one try."""
 MAX_ROUNDS: Final = 100
 """How many fixes a repair may need."""
 
@@ -91,7 +93,7 @@ def check(level: Level, new: Schema, existing: Sequence[Schema]) -> list[Differe
     Raises TooComplex.
     """
     differences: list[Difference] = []
-    tries = [MAX_TRIES]
+    tries = [min(MAX_TRIES, MAX_TRIED_NODES // _size(new))]
     for index, old in _counted(level, existing):
         found = [replace(difference, against=index) for difference in _compare(new, old, level, tries)]
         seen = {(difference.path, difference.message) for difference in differences}
@@ -140,7 +142,7 @@ def repair(level: Level, new: Schema, existing: Sequence[Schema]) -> list[Operat
 def _counted(level: Level, existing: Sequence[Schema]) -> Iterable[tuple[int, Schema]]:
     if level is Level.NONE or not existing:
         return ()
-    return list(enumerate(existing)) if level.transitive else [(len(existing) - 1, existing[-1])]
+    return enumerate(existing) if level.transitive else [(len(existing) - 1, existing[-1])]
 
 
 def _findings(new: Schema, old: Schema, level: Level) -> list[tuple[Finding, bool]]:
@@ -234,6 +236,22 @@ def _apply(schema: Schema, patch: Sequence[Operation]) -> Schema | None:
         return origin.again(apply_patch(origin.document, patch), schema.full_name)
     except (PatchError, Fault, SchemaError):
         return None
+
+
+def _size(schema: Schema) -> int:
+    """How many types and fields it has, each named type once."""
+    seen: set[str] = set()
+    size, rest = 1, [schema]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, Named):
+            if node.full_name in seen:
+                continue
+            seen.add(node.full_name)
+        inner = node.inner()
+        size += len(inner)
+        rest += inner
+    return size
 
 
 def _names(schema: Schema) -> set[str]:

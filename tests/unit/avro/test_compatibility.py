@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.core.avro import compatibility
 from services.core.avro.compatibility import Difference, Level, check, compatible, diff, repair
 from services.core.avro.json_document import Json, SchemaError
 from services.core.avro.parsing import parse_schema
@@ -230,3 +231,21 @@ def test_a_patch_is_applied_in_order_and_to_a_copy() -> None:
     assert apply_patch(document, patch) == {"a": [0, 2, 3], "b/c": None, "d": {}}
     assert document == {"a": [1, 2], "b/c": 3}
     assert apply_patch(document, [{"op": "replace", "path": "", "value": 1}]) == 1
+
+
+def test_a_large_schema_gets_fewer_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: the comparison of two schemas of 1 MB takes minutes, and registrations wait for it."""
+    tried: list[int] = []
+    original = compatibility._apply
+
+    def counted(*args: Any) -> Schema | None:
+        tried.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(compatibility, "_apply", counted)
+    monkeypatch.setattr(compatibility, "MAX_TRIED_NODES", 500)
+    for fields, tries in ((20, 20), (90, 5)):
+        old, new = (record(*((f"f{n}", kind) for n in range(fields))) for kind in ("string", "int"))
+        tried.clear()
+        assert len(check(Level.FULL, new, [old])) == fields
+        assert len(tried) == tries

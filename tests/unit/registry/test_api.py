@@ -9,7 +9,7 @@ import pytest
 
 from services.core.keys import make_key
 from services.registry.entries import entry_name
-from services.registry.registrar import MAX_REFERENCE_LEVELS
+from services.registry.schema_reader import MAX_REFERENCE_LEVELS
 from tests.support.memory_objects import MemoryObjects
 from tests.unit.registry.service import running_registry
 

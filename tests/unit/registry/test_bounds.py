@@ -1,0 +1,91 @@
+"""Schemas that are large, many or deep in references: bounded time and memory, and a refusal that says which bound."""
+
+import json
+from itertools import chain
+
+import pytest
+
+from services.registry import schema_reader
+from services.registry.catalog import Schema
+from services.registry.schema_reader import SchemaReader
+from tests.faults.registry_child import make_schema
+from tests.unit.registry.service import running_registry
+
+
+async def test_a_protocol_that_grows_when_it_is_written_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: 1 MB in which 2,000 records use one of 10,000 fields becomes gigabytes, and the registry dies."""
+    monkeypatch.setattr(schema_reader, "MAX_PROTOCOL_BYTES", 50_000)
+    wide = "record Wide { " + " ".join(f"int field_{n};" for n in range(100)) + " }"
+    users = " ".join(f"record User{n} {{ Wide wide; }}" for n in range(50))
+    async with running_registry() as client:
+        body = {"text": f"protocol P {{ {wide} {users} }}", "language": "avdl"}
+        refused = await client.ask("POST", "/v1/protocols", body, status=422)
+        assert "written out" in refused["detail"]
+        assert await client.ask("GET", "/subjects") == []
+        await client.ask("POST", "/v1/protocols", {**body, "text": f"protocol P {{ {wide} }}"}, status=201)
+
+
+async def test_parsed_schemas_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: each schema that was compared once stays in memory, at thirty times its size."""
+    monkeypatch.setattr(schema_reader, "MAX_KEPT_BYTES", 1000)
+    async with running_registry() as client:
+        for number in range(30):
+            await client.register(f"s{number}", make_schema("a", number))
+        catalog = client.registrar.catalog
+        reader = SchemaReader(catalog)
+        for _ in range(2):
+            for schema in catalog.by_id.values():
+                assert reader.parsed(schema).fingerprint == schema.stored.fingerprint
+                assert sum(len(catalog.by_id[kept].stored.schema) for kept in reader._kept) == reader._bytes <= 1000
+        assert len(reader._kept) > 2
+
+
+async def test_a_level_reads_only_the_versions_that_it_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: the thousandth version of a subject takes a thousand times as long as the first."""
+    monkeypatch.setattr(schema_reader, "MAX_KEPT_BYTES", 1)
+    looked: list[int] = []
+    original = SchemaReader.parsed
+
+    def parsed(self: SchemaReader, schema: Schema) -> object:
+        looked.append(schema.id)
+        return original(self, schema)
+
+    monkeypatch.setattr(SchemaReader, "parsed", parsed)
+    async with running_registry() as client:
+        for number in range(5):
+            await client.register("s", make_schema("a", number))
+        assert looked == [1, 2, 3, 4]
+        await client.ask("PUT", "/config/s", {"compatibility": "FULL_TRANSITIVE"})
+        looked.clear()
+        await client.register("s", make_schema("a", 5))
+        assert looked == [1, 2, 3, 4, 5]
+
+
+async def test_a_schema_of_a_megabyte() -> None:
+    """Broken: a large documentation is refused, or a larger one is a fault of the server."""
+    async with running_registry() as client:
+        for length, status in ((1_000_000, 200), (1 << 20, 422)):
+            text = json.dumps({"type": "fixed", "name": "F", "size": 1, "doc": "x" * length})
+            found = await client.register("s", text, status=status)
+        assert "1,048,576 bytes" in found["message"]
+
+
+async def test_work_on_schemas_has_a_line_of_a_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: clients that send large schemas all at once take all memory."""
+    monkeypatch.setattr(schema_reader, "MAX_COMPUTING", 0)
+    async with running_registry() as client:
+        refused = await client.register("s", make_schema("a", 0), status=503)
+        assert refused["type"] == "urn:penstock:problem:busy"
+        monkeypatch.undo()
+        await client.register("s", make_schema("a", 0))
+
+
+async def test_many_subjects_are_listed_in_pages() -> None:
+    """Broken: a page of another size skips a subject, or gives one twice."""
+    async with running_registry() as client:
+        for number in range(7):
+            await client.register(f"s{number}", make_schema("a", 0))
+        pages = [await client.ask("GET", f"/subjects?offset={offset}&limit=3") for offset in (0, 3, 6, 9)]
+        assert [len(page) for page in pages] == [3, 3, 1, 0]
+        assert [*chain(*pages)] == await client.ask("GET", "/subjects")
+        await client.ask("GET", "/subjects?limit=many", status=400)
