@@ -32,6 +32,7 @@ from tests.faults.sender import Sender
 from tests.faults.sink import Sink, open_sink
 from tests.faults.soak_strikes import run_strikes
 from tests.faults.trial import BACKENDS, RSS_LIMIT, read_dead_letters
+from tests.fuzz import schemas
 from tests.support.fault_table import HEAD, Row
 from tests.support.oracle import Fate, Ledger
 from tests.support.ports import free_port
@@ -323,6 +324,12 @@ def _judge(run: Soak, minutes: float, rate: float, broker: str, seed: int, compl
     return 1 if complaints else 0
 
 
+def _registry(arguments: argparse.Namespace) -> int:
+    if arguments.fuzz_schemas:
+        return schemas.run(arguments.fuzz_schemas, arguments.seed)
+    return registry_storm.run(arguments.registrations, arguments.store, arguments.seed)
+
+
 def main() -> int:
     """Parse the arguments and run."""
     parser = argparse.ArgumentParser(prog="make soak", description="The whole path under random kills.")
@@ -341,6 +348,7 @@ def main() -> int:
     parser.add_argument("--cluster", type=int, help="instead: so many kills on a Spark cluster")
     parser.add_argument("--registrations", type=int, help="instead: so many, at four registries that are killed")
     parser.add_argument("--store", choices=["folder", "s3"], default="folder", help="with --registrations")
+    parser.add_argument("--fuzz-schemas", type=float, help="instead: so many seconds of damaged schemas and requests")
     parser.add_argument("--outage", action="store_true", help="instead: a failing receiver, retrier and expel killed")
     parser.add_argument(
         "--doubt", action="store_true", help="instead: brokers frozen and cut off, batches of equal size"
@@ -360,8 +368,8 @@ def main() -> int:
         return rolling.main(arguments.minutes, arguments.rate, arguments.seed, **more)
     if arguments.strikes:
         return run_strikes(arguments.broker, arguments.strikes, arguments.rate, arguments.seed)
-    if arguments.registrations:
-        return registry_storm.run(arguments.registrations, arguments.store, arguments.seed)
+    if arguments.registrations or arguments.fuzz_schemas:
+        return _registry(arguments)
     if arguments.incidents:
         return soak_incidents.run(arguments.incidents, arguments.at_once)
     if arguments.cluster:

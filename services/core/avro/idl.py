@@ -7,14 +7,15 @@ column. Types may be used before their definition. The grammar is in `idl.lark`.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final, NoReturn, TypeAlias, cast
+from typing import Final, TypeAlias, cast
 
 import lark
 
+from services.core.avro.idl_context import Context, Forward, Load, Place
 from services.core.avro.idl_text import Documentation, float_of, integer_of, string_of, tree_of
-from services.core.avro.json_document import MAX_BYTES, Fault, Json, SchemaError, decode, read_json
+from services.core.avro.json_document import Json, SchemaError, decode, read_json
 from services.core.avro.parsing import Parser, located
 from services.core.avro.protocol import Message, Protocol, read_protocol
 from services.core.avro.schema import (
@@ -24,7 +25,6 @@ from services.core.avro.schema import (
     Field,
     Fixed,
     Map,
-    Named,
     Origin,
     Record,
     Schema,
@@ -32,12 +32,6 @@ from services.core.avro.schema import (
     logical_of,
 )
 
-Load: TypeAlias = Callable[[str], "str | bytes"]
-"""Gives the text of an imported file by its path, relative to the first file. Raises LookupError or OSError without one."""
-
-MAX_FILES: Final = 100
-MAX_ALL_BYTES: Final = 4 * MAX_BYTES
-_MAIN: Final = "main"
 _Tree: TypeAlias = "lark.Tree[lark.Token]"
 _LOGICAL: Final = {
     "date": ("int", "date"),
@@ -61,15 +55,11 @@ _RESERVED: Final = {
 def parse_idl(text: str | bytes, *, load: Load | None = None, file: str = "") -> Protocol:
     """The protocol or schema of an IDL text. load: for imports; without it they are refused. file: the text's own path, for
     mistakes and for imports relative to it. Raises SchemaError."""
-    context = _Context(load)
+    context = Context(load)
     context.read.add(posixpath.normpath(file) if file else "")
     reader = _File(context, decode(text), file)
     reader.read()
     return context.finish(reader)
-
-
-class _Forward(Schema):
-    """The use of a type that is not defined yet. type: its full name. pointer: where, for a mistake."""
 
 
 class _Optional(Union):
@@ -86,149 +76,10 @@ class _Properties:
     order: str = "ascending"
 
 
-@dataclass
-class _Place:
-    file: str
-    line: int
-    column: int
-
-    def fail(self, message: str) -> NoReturn:
-        raise SchemaError("", message, self.line, self.column, self.file)
-
-
-class _Context:
-    """What all files of one IDL text have in common."""
-
-    def __init__(self, load: Load | None) -> None:
-        self._load = load
-        self._bytes = 0
-        self.read: set[str] = set()
-        self.types: dict[str, Named] = {}
-        self.messages: dict[str, Message] = {}
-        self.places: dict[tuple[str, ...], _Place] = {}
-        self.warnings: list[str] = []
-
-    def load(self, path: str, place: _Place) -> str:
-        """The text of an import. Fails at the import statement."""
-        if self._load is None:
-            place.fail(f"{path!r} is imported, and there are no other files here. Try: put its types into this file.")
-        if len(self.read) > MAX_FILES:
-            place.fail(f"There are more than {MAX_FILES} files.")
-        try:
-            text = self._load(path)
-        except (LookupError, OSError) as error:
-            place.fail(
-                f"The import {path!r} cannot be read: {type(error).__name__}. Try: a path relative to this file."
-            )
-        try:
-            decoded = decode(text)
-        except SchemaError as error:
-            raise SchemaError("", error.message, error.line, error.column, path) from None
-        self._bytes += len(decoded)
-        if self._bytes > MAX_ALL_BYTES:
-            place.fail(f"The imported files have more than {MAX_ALL_BYTES:,} characters.")
-        return decoded
-
-    def define(self, schema: Named, place: _Place) -> None:
-        """Add a type. Fails when there is another one of its name."""
-        if schema.name in self.types:
-            place.fail(f"{schema.name!r} is already defined. Try: another name.")
-        self.places["type", schema.name] = place
-        self.types[schema.name] = schema
-
-    def finish(self, root: _File) -> Protocol:
-        """The whole, with every use of a type resolved, and checked as a protocol of JSON is."""
-        self._settle_all(root)
-        draft = Protocol(root.name, tuple(self.types.values()), self.messages, None, root.doc, root.properties)
-        if root.main is not None:
-            # A message of a protocol without a name keeps the main schema while it is checked.
-            draft.messages = {_MAIN: Message(_MAIN, [], root.main, [], one_way=False)}
-        document = self._document(draft)
-        try:
-            whole = read_protocol(document, {})
-        except Fault as fault:
-            self._place_of(document, fault.path).fail(fault.message)
-        by_name = {schema.name: schema for schema in whole.types}
-        types = tuple(by_name[name] for name in self.types)
-        main = whole.messages.pop(_MAIN).response if root.main is not None else None
-        return Protocol(
-            root.name,
-            types,
-            whole.messages,
-            document,
-            root.doc,
-            root.properties,
-            schema=main,
-            warnings=tuple(self.warnings),
-        )
-
-    def _document(self, draft: Protocol) -> dict[str, Json]:
-        named = draft.name
-        draft.name = named or "_"
-        try:
-            return cast("dict[str, Json]", draft.to_json())
-        except RecursionError:
-            raise SchemaError(
-                "", "Types are nested too deeply. Try: define inner types before outer ones.", 1, 1
-            ) from None
-        finally:
-            draft.name = named
-
-    def _place_of(self, document: Json, path: str) -> _Place:
-        """The place of the type, field or message around a JSON pointer."""
-        best = _Place("", 1, 1)
-        node, space, owner = document, "", ""
-        for part in path.split("/")[1:]:
-            if isinstance(node, dict) and part in node:
-                node = node[part]
-            elif isinstance(node, list) and part.isdecimal() and int(part) < len(node):
-                node = node[int(part)]
-            else:
-                break
-            if not isinstance(node, dict):
-                continue
-            name = node.get("name")
-            space = cast(str, node.get("namespace", space if "protocol" not in node else ""))
-            full = f"{space}.{name}" if space else str(name)
-            if ("type", full) in self.places and "type" in node:
-                best, owner = self.places["type", full], full
-            else:
-                best = self.places.get(("field", owner, str(name)), self.places.get(("message", part), best))
-        return best
-
-    def _settle_all(self, root: _File) -> None:
-        for schema in self.types.values():
-            if isinstance(schema, Record):
-                for item in schema.fields:
-                    item.type = self._settle(item.type)
-        for message in self.messages.values():
-            for item in message.request:
-                item.type = self._settle(item.type)
-            message.response = self._settle(message.response)
-            message.errors = [self._settle(error) for error in message.errors]
-        if root.main is not None:
-            root.main = self._settle(root.main)
-
-    def _settle(self, schema: Schema) -> Schema:
-        match schema:
-            case _Forward():
-                found = self.types.get(schema.type)
-                if found is None:
-                    self.places["use", schema.pointer].fail(f"There is no type {schema.type!r}.")
-                return found
-            case Array():
-                schema.items = self._settle(schema.items)
-            case Map():
-                schema.values = self._settle(schema.values)
-            case Union():
-                schema.branches = [self._settle(branch) for branch in schema.branches]
-        return schema
-
-
 class _File:
     """One IDL text."""
 
-    def __init__(self, context: _Context, text: str, path: str) -> None:
+    def __init__(self, context: Context, text: str, path: str) -> None:
         self._context = context
         self._text = text
         self._path = path
@@ -274,9 +125,9 @@ class _File:
             case _:
                 self._message(tree, space)
 
-    def _place(self, node: _Tree | lark.Token) -> _Place:
+    def _place(self, node: _Tree | lark.Token) -> Place:
         meta = node if isinstance(node, lark.Token) else node.meta
-        return _Place(self._path, meta.line or 1, meta.column or 1)
+        return Place(self._path, meta.line or 1, meta.column or 1)
 
     def _import(self, tree: _Tree) -> None:
         kind, token = str(cast(_Tree, tree.children[0]).children[0]), cast(lark.Token, tree.children[1])
@@ -298,7 +149,7 @@ class _File:
                 raise
             raise SchemaError(error.path, error.message, error.line, error.column, path) from None
 
-    def _import_json(self, kind: str, value: Json, place: _Place) -> None:
+    def _import_json(self, kind: str, value: Json, place: Place) -> None:
         if kind == "protocol":
             protocol = read_protocol(value, self._context.types)
             types, messages = protocol.types, protocol.messages
@@ -523,7 +374,7 @@ class _File:
             return found
         use = f"{self._path}:{tree.meta.start_pos}"
         self._context.places["use", use] = self._place(tree)
-        return _Forward(full, use)
+        return Forward(full, use)
 
 
 def _name(tree: _Tree) -> str:

@@ -5,7 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from services.core.avro.idl import MAX_FILES, parse_idl
+from services.core.avro.idl import parse_idl
+from services.core.avro.idl_context import MAX_FILES
 from services.core.avro.json_document import MAX_BYTES, SchemaError
 from services.core.avro.protocol import Protocol, parse_protocol
 
