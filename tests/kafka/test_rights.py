@@ -163,13 +163,13 @@ async def test_each_service_works_with_its_rights_and_names_a_missing_one(kafka:
         assert denied <= optional | {("expel", "WRITE", "Topic:LITERAL:p.dead")}
         for user, own in rights.items():
             async with open_broker(urls[user]) as broker:
-                await _take_each_away(acls, user, own, broker.admin)
+                await _take_away(acls, user, own, broker.admin)
                 with pytest.raises(NotAllowed, match="lacks Describe on group strange"):
                     await require_rights(broker, [*own, Right("Describe", "group", "strange")])
 
 
-async def _take_each_away(acls: Acls, user: str, rights: list[Right], admin: object) -> None:
-    """Each is named when it is taken away, and nothing else."""
+async def _take_away(acls: Acls, user: str, rights: list[Right], admin: object) -> None:
+    """Each is named when it is taken away with some others, and nothing else."""
     assert isinstance(admin, RightsReader)
     reader = admin
 
@@ -180,11 +180,15 @@ async def _take_each_away(acls: Acls, user: str, rights: list[Right], admin: obj
         return holds
 
     await until(f"{user} has all", lacks())
-    for right in rights:
-        await acls.revoke(user, right)
-        await until(f"{user}: {right}", lacks(right))
-        await acls.grant(user, [right])
-        await until(f"{user} has {right}", lacks())
+    # Who has neither Read nor Write lacks Describe, too, and cannot say what else. So one operation at a time.
+    operations = {right.operation: None for right in rights}
+    halves = [[right for right in rights if right.operation == one][half::2] for one in operations for half in (0, 1)]
+    for chosen in filter(None, halves):
+        for right in chosen:
+            await acls.revoke(user, right)
+        await until(f"{user}: {chosen}", lacks(*chosen))
+        await acls.grant(user, chosen)
+        await until(f"{user} has {chosen}", lacks())
 
 
 def _says(service: Service, text: str) -> Callable[[], Awaitable[bool]]:
