@@ -10,7 +10,7 @@ import pytest
 from tests.simulation.patches import PATCHES, ROOT, Patch
 from tests.simulation.tested_mends import MENDS, Mend, run_without
 
-SEEDS = 1000
+SEEDS = 2000
 SHARE = 250
 """Seeds of a process. The workers share them."""
 QUICK_WITHIN = 500
