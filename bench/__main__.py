@@ -24,6 +24,7 @@ from bench.ledger_transform import kafka_transform
 from bench.local_retries import local_retries
 from bench.main_path import ingest_figures
 from bench.memory import kafka_memory, log_memory
+from bench.registry import registry_figures
 from bench.setup import Setup, tell
 from bench.transform import transform_figures
 from services.core.jvm.kafka import KafkaCluster
@@ -44,8 +45,9 @@ GROUPS: dict[str, Callable[[Setup], list[Figure]]] = {
     "lag-log": log_lag,
     "memory-log": log_memory,
     "memory-kafka": kafka_memory,
+    "registry": registry_figures,
 }
-WITHOUT_KAFKA = {"ledger", "lag-log", "memory-log", "local-retries"}
+WITHOUT_KAFKA = {"ledger", "lag-log", "memory-log", "local-retries", "registry"}
 
 
 def main() -> None:

@@ -1,28 +1,36 @@
-"""The registry: reads by fingerprint beside a bare handler, and a start with many schemas.
+"""The registry: reads by fingerprint beside a bare handler, and a start with many schemas, in a folder.
 
-    .venv/bin/python -m bench.registry [--schemas 10000]
-
-The floor is that of tables: aiohttp on uvloop, which answers 300 bytes. CPU is that of the server's process, read from
-outside, because the machine has other work.
+Reads are random, on 16 connections, one request under way on each. The floor is that of tables: aiohttp on uvloop, which
+answers 300 bytes. CPU is that of the server's process, read from outside, because the machine has other work.
 """
 
-import argparse
 import asyncio
-import os
 import random
+import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import psutil
 
-from bench.table import FLOOR, wait_ready
+from bench.figures import Figure
+from bench.setup import Setup, tell
+from bench.table import FLOOR
 from tests.faults.registry_child import make_schema, open_registrar
 from tests.support.ports import free_port
 
-CONNECTIONS, SECONDS, ROUNDS = 16, 5.0, 5
-SUBJECTS = 100
+CONNECTIONS, SECONDS = 16, 5.0
+SCHEMAS, SUBJECTS, STARTS = 10_000, 100, 5
+READ_GOAL_US, START_GOAL_S = 100.0, 2.0
+DEADLINE_S = 120.0
+
+
+def registry_figures(setup: Setup) -> list[Figure]:
+    """Medians; the single values are told meanwhile."""
+    folder = setup.folder / "registry"
+    folder.mkdir()
+    (folder / "pipes.yaml").write_text("version: 1\nstreams: {a: {}}\n")
+    return asyncio.run(_run(folder, setup.rounds))
 
 
 async def fill(url: str, count: int) -> list[bytes]:
@@ -44,11 +52,7 @@ async def read(port: int, paths: list[bytes]) -> int:
         nonlocal count
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         while time.monotonic() < deadline:
-            writer.write(b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % random.choice(paths))
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 200"), head
-            at = head.lower().index(b"content-length: ") + 16
-            await reader.readexactly(int(head[at : head.index(b"\r", at)]))
+            await ask(reader, writer, random.choice(paths))
             count += 1
         writer.close()
 
@@ -56,58 +60,77 @@ async def read(port: int, paths: list[bytes]) -> int:
     return count
 
 
-async def per_cpu_second(process: psutil.Process, port: int, paths: list[bytes]) -> float:
-    """Reads for each second of the server's CPU."""
+async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: bytes) -> None:
+    """One read, which must find something."""
+    writer.write(b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path)
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200"), head
+    at = head.lower().index(b"content-length: ") + 16
+    await reader.readexactly(int(head[at : head.index(b"\r", at)]))
+
+
+async def wait_ready(port: int, path: bytes) -> None:
+    """Until the server answers."""
+    end = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            await ask(reader, writer, path)
+            writer.close()
+        except OSError:
+            assert time.monotonic() < end, "no server answers"
+            await asyncio.sleep(0.01)
+        else:
+            return
+
+
+async def per_read(process: psutil.Process, port: int, paths: list[bytes]) -> float:
+    """Microseconds of the server's CPU for each read."""
     before = process.cpu_times()
     count = await read(port, paths)
     after = process.cpu_times()
-    return count / (after.user + after.system - before.user - before.system)
+    return 1e6 * (after.user + after.system - before.user - before.system) / count
 
 
-async def run(schemas: int) -> None:
-    """Measure everything, and print it."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)
-        (path / "pipes.yaml").write_text("version: 1\nstreams: {a: {}}\n")
-        paths = await fill(f"file://{path}/store", schemas)
-        port, floor_port = free_port(), free_port()
-        arguments = [
-            "--pipes",
-            f"{path}/pipes.yaml",
-            "--store",
-            f"file://{path}/store",
-            "--listen",
-            f"127.0.0.1:{port}",
-        ]
-        for last in (False, False, True):
-            start = time.monotonic()
-            server = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "services.registry", *arguments, "--log-level", "warning"
-            )
-            await wait_ready(port, paths[-1])
-            process = psutil.Process(server.pid)
-            cpu = sum(process.cpu_times()[:2])
-            print(
-                f"from nothing to ready with {schemas:,} schemas: {time.monotonic() - start:.2f} s, {cpu:.2f} s of CPU with "
-                f"Python's own start; load {os.getloadavg()[0]:.1f}"
-            )
-            if not last:
-                server.terminate()
-                await server.wait()
-        floor = await asyncio.create_subprocess_exec(sys.executable, "-c", FLOOR, str(floor_port))
-        try:
-            await wait_ready(floor_port, b"/v1/tables/a/b")
-            for _ in range(ROUNDS):
-                ours = await per_cpu_second(process, port, paths)
-                bare = await per_cpu_second(psutil.Process(floor.pid), floor_port, [b"/v1/tables/a/b"])
-                print(f"reads per CPU second {ours:,.0f}; floor {bare:,.0f}; load {os.getloadavg()[0]:.1f}")
-        finally:
-            for one in (server, floor):
-                one.terminate()
-                await one.wait()
+async def start(command: list[str], port: int, path: bytes) -> tuple[asyncio.subprocess.Process, float, float]:
+    """A registry that answers, the seconds until then, and its CPU seconds."""
+    began = time.monotonic()
+    server = await asyncio.create_subprocess_exec(sys.executable, *command)
+    await wait_ready(port, path)
+    took = time.monotonic() - began
+    return server, took, sum(psutil.Process(server.pid).cpu_times()[:2])
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schemas", type=int, default=10_000)
-    asyncio.run(run(parser.parse_args().schemas))
+async def _run(folder: Path, rounds: int) -> list[Figure]:
+    paths = await fill(f"file://{folder}/store", SCHEMAS)
+    port, floor_port = free_port(), free_port()
+    options = {"pipes": f"{folder}/pipes.yaml", "store": f"file://{folder}/store", "listen": f"127.0.0.1:{port}"}
+    command = ["-m", "services.registry", "--log-level", "warning"]
+    for name, value in options.items():
+        command += [f"--{name}", value]
+    walls, cpus = [], []
+    for number in range(STARTS):
+        server, wall, cpu = await start(command, port, paths[-1])
+        tell(f"ready with {SCHEMAS:,} schemas after {wall:.2f} s, {cpu:.2f} CPU-s with Python's own start")
+        walls.append(wall)
+        cpus.append(cpu)
+        if number < STARTS - 1:
+            server.terminate()
+            await server.wait()
+    floor = await asyncio.create_subprocess_exec(sys.executable, "-c", FLOOR, str(floor_port))
+    ours, bare = [], []
+    try:
+        await wait_ready(floor_port, b"/v1/tables/a/b")
+        for _ in range(rounds):
+            ours.append(await per_read(psutil.Process(server.pid), port, paths))
+            bare.append(await per_read(psutil.Process(floor.pid), floor_port, [b"/v1/tables/a/b"]))
+            tell(f"a read takes {ours[-1]:.1f} us of CPU, of the bare handler {bare[-1]:.1f} us")
+    finally:
+        for one in (server, floor):
+            one.terminate()
+            await one.wait()
+    return [
+        Figure("registry: a read by fingerprint", statistics.median(ours), "us of CPU", READ_GOAL_US),
+        Figure(f"registry: ready with {SCHEMAS:,} schemas", statistics.median(walls), "s", START_GOAL_S),
+        Figure("its CPU, with Python's own start", statistics.median(cpus), "CPU-s", START_GOAL_S),
+    ]

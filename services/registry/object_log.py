@@ -305,7 +305,6 @@ class ObjectLog:
         self.number, self._hash = entry.number, stored.hash
         self._hashes.append(stored.hash)
         self._tail.append(stored)
-        metrics.REGISTRY_ENTRIES.set(self.number)
 
     def _skip(self, number: int, reason: str) -> None:
         """Go on behind an entry that cannot be read: schemas in later ones can still be read by id."""

@@ -243,31 +243,43 @@ class OwnApi:
         return json_answer({**body, "text": found[-1].stored.text, "versions": len(found)})
 
     async def add_protocol(self, request: web.Request) -> web.Response:
-        """Every named type of a protocol becomes a version of the subject with its full name: all or nothing."""
+        """Every named type of a protocol becomes a version of the subject with its full name: all or nothing. `check`: nothing
+        is stored."""
         body = await read_body(request)
         text, language, imports = body.get("text"), body.get("language", "avpr"), body.get("imports", {})
-        if not isinstance(text, str) or language not in _LANGUAGES or not _is_texts(imports):
+        only_check = body.get("check", False)
+        is_known = language in _LANGUAGES and isinstance(only_check, bool) and _is_texts(imports)
+        if not isinstance(text, str) or not is_known:
             raise Refused(
                 problems.BAD_REQUEST,
-                'Send {"text": "…", "language": "avpr" or "avdl", "imports": {"other.avdl": "…"}}.',
+                'Send {"text": "…", "language": "avpr" or "avdl", "imports": {"other.avdl": "…"}, "check": true or false}.',
             )
         protocol = await compute(lambda: _read_protocol(text, language, imports))
         names = [check_subject(one.full_name) for one in protocol.types]
         for name in names:
-            require_manage(request, name)
+            if not only_check:
+                require_manage(request, name)
+            elif not covers(request, name):
+                raise Refused(problems.SUBJECT_NOT_FOUND, "GET /v1/subjects lists the subjects.")
         types = list(zip(names, await compute(lambda: read_types(protocol.types)), strict=True))
         if not types:
             raise Refused(problems.BAD_SCHEMA, "The protocol has no named type.")
         full_name = protocol.name or types[-1][0]
         added = AddProtocol(full_name, 0, language, hashlib.sha256(text.encode()).hexdigest(), text)
         versions = await self._registrar.register_protocol(
-            added, types, caller(request), lambda known: _covers_protocol(request, protocol_view(known))
+            added,
+            types,
+            caller(request),
+            lambda known: _covers_protocol(request, protocol_view(known)),
+            store=not only_check,
         )
+        warnings = [str(one) for one in protocol.warnings]
+        if only_check:
+            return json_answer({"protocol": full_name, "compatible": True, "subjects": names, "warnings": warnings})
         registered = [
             {"subject": name, "version": version.number, "id": version.schema.id}
             for (name, _), version in zip(types, versions, strict=True)
         ]
-        warnings = [str(one) for one in protocol.warnings]
         return json_answer({"protocol": full_name, "types": registered, "warnings": warnings}, status=201)
 
 

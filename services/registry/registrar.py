@@ -48,9 +48,10 @@ _OUTCOMES = {
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Whether a schema is compatible. against: the number of the version for each difference."""
+    """Whether a schema is compatible: each difference with the number of the version. subjects: of a protocol, for each one."""
 
     differences: tuple[tuple[Difference, int | None], ...]
+    subjects: tuple[str, ...] = ()
 
     @property
     def compatible(self) -> bool:
@@ -59,11 +60,16 @@ class Judgement:
 
     def as_json(self) -> list[dict[str, object]]:
         """The differences, each with the version that it is about."""
-        return [{**found.to_json(), "version": version} for found, version in self.differences]
+        differences: list[dict[str, object]] = [{**found.to_json(), "version": version} for found, version in self.differences]
+        if self.subjects:
+            return [{"subject": name, **found} for name, found in zip(self.subjects, differences, strict=True)]
+        return differences
 
     def as_text(self) -> str:
         """Field, rule and fix of each, for a person."""
-        return " ".join(describe(found, version) for found, version in self.differences[:5])
+        names = [f"{name}: " for name in self.subjects] or [""] * len(self.differences)
+        pairs = zip(names[:5], self.differences[:5], strict=True)
+        return " ".join(f"{name}{describe(found, version)}" for name, (found, version) in pairs)
 
 
 def describe(found: Difference, version: int | None = None) -> str:
@@ -145,11 +151,13 @@ class Registrar:
         protocol: AddProtocol,
         types: Sequence[tuple[str, Candidate]],
         by: str,
-        may_change: Callable[[Protocol], bool] = lambda _: True,
+        may_change: Callable[[Protocol], bool],
+        *,
+        store: bool = True,
     ) -> list[Version]:
         """Register every type of a protocol under its subject, and the text: all or nothing. Raises as `register`.
 
-        may_change: asked about the last version of the protocol, if there is one.
+        may_change: asked about the last version of the protocol, if there is one. store: False: only raise what it would raise.
         """
 
         async def decide() -> Sequence[Change]:
@@ -157,6 +165,7 @@ class Registrar:
             changes: list[Change] = []
             placed: list[tuple[str, int]] = []
             found: list[tuple[Difference, int | None]] = []
+            subjects: list[str] = []
             for subject, candidate in types:
                 version = self._version_of(subject, candidate)
                 if version is not None:
@@ -164,12 +173,14 @@ class Registrar:
                     continue
                 self._check_writable(subject)
                 found += (await self.judge(subject, candidate)).differences
+                subjects += [subject] * (len(found) - len(subjects))
                 changes += self._changes_for(subject, candidate, new_ids, protocol.name)
                 added = changes[-1]
                 assert isinstance(added, AddVersion), subject
                 placed.append((subject, added.version))
             if found:
-                raise _incompatible(f"{protocol.name} was not registered.", Judgement(tuple(found)))
+                judgement = Judgement(tuple(found), tuple(subjects))
+                raise _incompatible(f"{protocol.name} is incompatible.", judgement)
             known = self.catalog.protocols.get(protocol.name, [])
             if known and not may_change(known[-1]):
                 raise Refused(problems.NOT_PERMITTED, f"{protocol.name} has types that the key does not cover.")
@@ -178,6 +189,10 @@ class Registrar:
             stored = msgspec.structs.replace(protocol, version=len(known) + 1, types=tuple(placed))
             return [*changes, stored]
 
+        if not store:
+            await self.log.refresh()
+            await decide()
+            return []
         await self._commit_counted(decide, by)
         versions = [self._version_of(subject, candidate) for subject, candidate in types]
         return [version for version in versions if version is not None]

@@ -38,6 +38,9 @@ async def test_exit_codes(tmp_path: Path) -> None:
         assert "\x1b" not in out
         assert (await penstock(client, "push", tmp_path / "broken.avsc", *subject))[0] == 2
         assert (await penstock(client, "diff", "clicks-value@1", tmp_path / "bad.avsc"))[0] == 1
+        status, out = await penstock(client, "check", tmp_path / "shop.avdl", "--json")
+        assert (status, json.loads(out)["compatible"]) == (0, True)
+        assert await client.ask("GET", "/subjects") == ["clicks-value"]
         assert (await penstock(client, "push", tmp_path / "shop.avdl"))[0] == 0
         status, out = await penstock(client, "show", "clicks-value@latest")
         assert (status, json.loads(out)) == (0, json.loads(V1))

@@ -59,9 +59,9 @@ class Level(StrEnum):
 class Difference:
     """Why two schemas are not compatible, in one place.
 
-    path: a JSON pointer into the new schema. rule: an id of `rules.py`. reader, writer: the types that do not fit; where breaks
-    is not FORWARD, the reader is the new one. breaks: BACKWARD, FORWARD, FULL, or empty: nothing. fix: a JSON Patch (RFC 6902)
-    of the new schema that ends this difference, or None. against: the index of the earlier schema.
+    path: a JSON pointer into the new schema. rule: an id of `rules.py`. reader, writer: what does not fit, None for nothing.
+    Where breaks is not FORWARD, the reader is the new one. breaks: BACKWARD, FORWARD, FULL, or empty: nothing. fix: a JSON
+    Patch (RFC 6902) of the new schema that ends this difference, or None. against: the index of the earlier schema.
     """
 
     path: str
@@ -164,7 +164,7 @@ def _compare(new: Schema, old: Schema, level: Level, tries: list[int]) -> list[D
                 finding.site,
                 finding.rule,
                 fragment(finding.reader, finding.field),
-                fragment(finding.writer, None),
+                None if finding.rule == "FIELD_NEEDS_DEFAULT" else fragment(finding.writer, None),
                 "FULL" if len(directions) == 2 else directions.pop(),
                 finding.message,
                 _fix(group, new, old, level, found, tries),

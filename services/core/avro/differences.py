@@ -270,10 +270,12 @@ def describe(schema: Schema) -> str:
 
 
 def fragment(schema: Schema, field: Field | None) -> Json:
-    """A type as JSON for people, one level deep: inner named types are their names."""
+    """A type, or a field of it, as JSON for people, one level deep: inner named types are their names."""
+    if field is not None:
+        return {"name": field.name, "type": fragment(field.type, None)}
     match schema:
         case Named():
-            return f"{schema.type} {schema.name}" + (f".{field.name}" if field else "")
+            return f"{schema.type} {schema.name}"
         case _:
             return to_json(schema, _Everything())
 

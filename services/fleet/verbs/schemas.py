@@ -69,7 +69,7 @@ def push(
     target, text = _target(registry, key_file, data), _read(file)
     language = _PROTOCOLS.get(file.suffix)
     if language is not None:
-        body = {"text": text, "language": language, "imports": _read_imports(file)}
+        body = _protocol(file, text)
         status, answer = uvloop.run(ask(target, "POST", "/v1/protocols", body, accept=[409]))
     else:
         body = {"schema": text, "subject": subject or _full_name(file, text)}
@@ -92,24 +92,30 @@ def push(
     epilog=example("penstock schemas check click.avsc --subject clicks-value\npenstock schemas check click.avsc --json")
 )
 def check(
-    file: Annotated[Path, typer.Argument(help="A schema (.avsc).")],
+    file: SchemaFile,
     subject: SubjectName = None,
     registry: RegistryUrl = None,
     key_file: KeyFile = None,
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
-    """Check whether a schema could be registered; nothing is stored. For CI, before a producer is deployed.
+    """Check whether a schema or protocol could be registered; nothing is stored. For CI, before a producer is deployed.
 
     Status 0 when it could, 1 when it is incompatible, 2 when the file is wrong.
     """
-    text = _read(file)
-    body = {"schema": text, "subject": subject or _full_name(file, text)}
-    _, answer = uvloop.run(ask(_target(registry, key_file, data), "POST", "/v1/check", body))
-    if not answer["compatible"]:
+    target, text = _target(registry, key_file, data), _read(file)
+    if file.suffix in _PROTOCOLS:
+        body = {**_protocol(file, text), "check": True}
+        status, answer = uvloop.run(ask(target, "POST", "/v1/protocols", body, accept=[409]))
+    else:
+        body = {"schema": text, "subject": subject or _full_name(file, text)}
+        status, answer = uvloop.run(ask(target, "POST", "/v1/check", body))
+    if status == 409 or not answer["compatible"]:
         _refuse(answer, as_json=as_json)
     if as_json:
         typer.echo(json.dumps(answer))
+    elif file.suffix in _PROTOCOLS:
+        print_note(f"{answer['protocol']}: compatible, {format_count(len(answer['subjects']), 'type')}", "green")
     else:
         print_note(f"{answer['subject']}: compatible, level {answer['level']}", "green")
 
@@ -205,17 +211,22 @@ def show(
 
 
 def print_differences(differences: Sequence[dict[str, Any]]) -> None:
-    """Each with its place, rule, reason and fix; in colours on a terminal."""
+    """Each with its place, rule, reason, both sides and fix; in colours on a terminal. If only FORWARD breaks, the old reads."""
     for one in differences:
         version = one.get("version")
         against = "" if version is None else f" against version {version}"
+        subject = f"{one['subject']} " if "subject" in one else ""
         breaks = f" breaks {one['breaks']}" if one["breaks"] else " breaks nothing"
         style = "bold red" if one["breaks"] else "bold"
-        OUT.print(Text.assemble((one["path"] or "/", style), f"{against}  ", (one["rule"], "cyan"), (breaks, "dim")))
+        OUT.print(
+            Text.assemble(subject, (one["path"] or "/", style), f"{against}  ", (one["rule"], "cyan"), (breaks, "dim"))
+        )
         OUT.print(Text(f"  {plain(one['message'])}"))
-        if one["reader"] is not None or one["writer"] is not None:
-            OUT.print(Text(f"  - writer {json.dumps(one['writer'])}", style="red"))
-            OUT.print(Text(f"  + reader {json.dumps(one['reader'])}", style="green"))
+        sides = one["writer"], one["reader"]
+        old, new = sides[::-1] if one["breaks"] == "FORWARD" else sides
+        for what, side, colour in (("- old", old, "red"), ("+ new", new, "green")):
+            if side is not None:
+                OUT.print(Text(f"  {what}  {side if isinstance(side, str) else json.dumps(side)}", style=colour))
         for step in one["fix"] or []:
             OUT.print(Text.assemble(("  fix    ", "bold"), json.dumps(step)))
 
@@ -241,6 +252,10 @@ def _read(file: Path) -> str:
         raise CommandFailed(f"{file} is not UTF-8", "a text file", status=2) from error
     except OSError as error:
         raise unreadable_file(file, error) from error
+
+
+def _protocol(file: Path, text: str) -> dict[str, object]:
+    return {"text": text, "language": _PROTOCOLS[file.suffix], "imports": _read_imports(file)}
 
 
 def _read_imports(file: Path) -> dict[str, str]:

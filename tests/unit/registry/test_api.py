@@ -224,6 +224,20 @@ async def test_a_protocol_is_registered_whole_or_not_at_all() -> None:
         assert shown["text"] == IDL
 
 
+async def test_a_check_of_a_protocol_names_the_type_and_stores_nothing() -> None:
+    """Broken: CI learns only at the push that a type breaks its readers, or that some type does."""
+    changed = IDL.replace("string name;", "string name; int size;")
+    async with running_registry() as client:
+        body = {"language": "avdl", "check": True}
+        assert (await client.ask("POST", "/v1/protocols", {**body, "text": IDL}))["compatible"]
+        assert await client.ask("GET", "/subjects") == []
+        await client.ask("POST", "/v1/protocols", {"language": "avdl", "text": IDL}, status=201)
+        refused = await client.ask("POST", "/v1/protocols", {**body, "text": changed}, status=409)
+        assert {found["subject"] for found in refused["differences"]} == {"com.acme.Item", "com.acme.Order"}
+        assert "com.acme.Item: /fields/1" in refused["detail"]
+        assert len((await client.ask("GET", "/v1/subjects/com.acme.Item"))["versions"]) == 1
+
+
 async def test_who_uses_a_subject() -> None:
     """Broken: nobody sees which pipe a change of a schema concerns."""
     async with running_registry() as client:

@@ -57,6 +57,7 @@ def requests() -> list[tuple[str, str, object, int]]:
         ("POST", "/v1/check", {"schema": INCOMPATIBLE, "subject": "clicks-value"}, 200),
         ("POST", "/v1/diff", from_to, 200),
         ("POST", "/v1/diff", {"from": {"id": 9}, "to": {"id": 9}}, 404),
+        ("POST", "/v1/protocols", {"text": IDL, "language": "avdl", "check": True}, 200),
         ("POST", "/v1/protocols", {"text": IDL, "language": "avdl"}, 201),
         ("POST", "/v1/protocols", {"text": "{", "language": "avdl"}, 422),
         ("GET", "/v1/protocols", None, 200),

@@ -115,11 +115,13 @@ async function compare() {
     const said = await ask("/v1/diff", { from: side("from"), to: side("to") });
     if (mine !== asked) return;
     const levels = Object.entries(said.levels).map(([name, allowed]) => element("span", { class: `badge ${allowed ? "good" : "bad"}` }, `${name}: ${allowed ? "allowed" : "breaks"}`));
+    const sides = (one) => (one.breaks === "FORWARD" ? [one.reader, one.writer] : [one.writer, one.reader]); // old, new
+    const line = (name, sign, side) => (side === null ? [] : [element("pre", { class: name }, `${sign} ${name}  ${typeof side === "string" ? side : JSON.stringify(side)}`)]);
     const found = said.differences.map((one) => element("article", { class: one.breaks ? null : "quiet" },
       element("p", {}, element("code", {}, one.path || "/"), ` ${one.rule}${one.breaks ? `, breaks ${one.breaks}` : ""}`),
       element("p", {}, one.message),
-      ...(one.writer === null ? [] : [element("pre", { class: "writer" }, `− writer ${JSON.stringify(one.writer)}`)]),
-      ...(one.reader === null ? [] : [element("pre", { class: "reader" }, `+ reader ${JSON.stringify(one.reader)}`)]),
+      ...line("old", "−", sides(one)[0]),
+      ...line("new", "+", sides(one)[1]),
       ...(one.fix ? [element("pre", {}, `fix ${JSON.stringify(one.fix)}`)] : [])));
     const none = found.length ? [] : [element("p", { class: "hint" }, said.same ? "The schemas are the same." : "Nothing breaks.")];
     list.replaceChildren(element("div", { class: "levels" }, ...levels), ...none, ...found);
