@@ -27,7 +27,7 @@ from services.registry.problems import Refused
 from services.registry.views import confluent_schema, schema_view
 
 MAX_HEAD_BYTES = 4096
-MAX_KNOWN = 4096
+MAX_KNOWN = 16_384
 MAX_KNOWN_BYTES = 32 << 20
 _LINE = re.compile(rb"GET (/[A-Za-z0-9/-]{1,200}) HTTP/1\.1")
 _HEADER = re.compile(rb"([A-Za-z0-9-]{1,64}):[ \t]*([\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?)?[ \t]*")

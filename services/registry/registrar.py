@@ -60,7 +60,9 @@ class Judgement:
 
     def as_json(self) -> list[dict[str, object]]:
         """The differences, each with the version that it is about."""
-        differences: list[dict[str, object]] = [{**found.to_json(), "version": version} for found, version in self.differences]
+        differences: list[dict[str, object]] = [
+            {**found.to_json(), "version": version} for found, version in self.differences
+        ]
         if self.subjects:
             return [{"subject": name, **found} for name, found in zip(self.subjects, differences, strict=True)]
         return differences
