@@ -226,7 +226,9 @@ def print_differences(differences: Sequence[dict[str, Any]]) -> None:
         old, new = sides[::-1] if one["breaks"] == "FORWARD" else sides
         for what, side, colour in (("- old", old, "red"), ("+ new", new, "green")):
             if side is not None:
-                OUT.print(Text(f"  {what}  {side if isinstance(side, str) else json.dumps(side)}", style=colour))
+                OUT.print(
+                    Text(f"  {what}  {side if isinstance(side, str) and side else json.dumps(side)}", style=colour)
+                )
         for step in one["fix"] or []:
             OUT.print(Text.assemble(("  fix    ", "bold"), json.dumps(step)))
 

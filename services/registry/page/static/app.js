@@ -116,7 +116,7 @@ async function compare() {
     if (mine !== asked) return;
     const levels = Object.entries(said.levels).map(([name, allowed]) => element("span", { class: `badge ${allowed ? "good" : "bad"}` }, `${name}: ${allowed ? "allowed" : "breaks"}`));
     const sides = (one) => (one.breaks === "FORWARD" ? [one.reader, one.writer] : [one.writer, one.reader]); // old, new
-    const line = (name, sign, side) => (side === null ? [] : [element("pre", { class: name }, `${sign} ${name}  ${typeof side === "string" ? side : JSON.stringify(side)}`)]);
+    const line = (name, sign, side) => (side === null ? [] : [element("pre", { class: name }, `${sign} ${name}  ${typeof side === "string" && side !== "" ? side : JSON.stringify(side)}`)]);
     const found = said.differences.map((one) => element("article", { class: one.breaks ? null : "quiet" },
       element("p", {}, element("code", {}, one.path || "/"), ` ${one.rule}${one.breaks ? `, breaks ${one.breaks}` : ""}`),
       element("p", {}, one.message),
