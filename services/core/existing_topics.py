@@ -9,7 +9,8 @@ tombstone stays a record without a value if it is to be skipped.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from services.core.event import (
     ID,
     ORIGIN,
     TOPIC_NUMBERS,
+    read_arrival,
     topic_incarnation,
 )
 from services.core.pipe_topic import FromHeader, Place
@@ -47,9 +49,18 @@ SECONDS_BELOW = 10**11
 NOT_JSON = "the value is not JSON, and a rule of its stream needs a field of it"
 NOT_TEXT = "the value is not text in UTF-8"
 
+NUMBER = r"[0-9]{1,15}([.][0-9]{1,9})?"
+"""A header with a time as a number."""
+MOMENT = (
+    r"[1-9][0-9]{3}-[0-9]{2}-[0-9]{2}[Tt ]([01][0-9]|2[0-3]):[0-9]{2}(:[0-9]{2}([.][0-9]{1,9})?)?"
+    r"([Zz]|[+-](0[0-9]|1[0-7]):?[0-5][0-9]|[+-]18:?00)"
+)
+"""RFC 3339 with an offset, also without seconds. Python and Java read more, and differ in it. Java has offsets to 18 hours."""
+LARGEST_INTEGER = (1 << 63) - 1
+"""Of ids, keys and types."""
+
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
-_NUMBER = re.compile(r"[0-9]{1,15}(\.[0-9]{1,9})?")
-_OFFSET = re.compile(r".*(?:[Zz]|[+-][0-9]{2}:?[0-9]{2})")
+_NUMBER, _MOMENT = re.compile(NUMBER), re.compile(MOMENT)
 _EPOCH, _MILLISECOND = datetime(1970, 1, 1, tzinfo=UTC), timedelta(milliseconds=1)
 
 
@@ -114,12 +125,15 @@ class _Columns:
         if not self._rules:
             return _Found(ids, keys, times)
         try:
+            text = b"".join([record.value or b"" for record in records])
+            if not text.isascii():
+                text.decode()  # fields that no rule names are not decoded
             documents = [self._decode(record.value or b"") for record in records]
             columns = {name: _column(documents, path) for name, path in self._rules.items()}
             if (column := columns.get("time")) is not None:
                 found = [_read_time(value, time) for value, time in zip(column, times, strict=True)]
                 times = [time if own is None else own for own, time in zip(found, times, strict=True)]
-        except (msgspec.DecodeError, _Misfit, RecursionError):
+        except (msgspec.DecodeError, UnicodeDecodeError, _Misfit, RecursionError):
             return None
         if (column := columns.get("id")) is not None and (ids := _encode(column, MAX_ID_BYTES)) is None:
             return None
@@ -173,10 +187,11 @@ class Translation:
             for name, place in (("id", stream.id), ("key", stream.key), ("time", stream.time), ("type", stream.type))
             if place is not None
         }
-        self._needs_json = any(isinstance(place, str) for place in self._rules.values())
         media = CONTENT_TYPES.get(stream.format)
         self._media: Headers = () if media is None else ((CONTENT_TYPE, media),)
         rules = {name: place for name, place in self._rules.items() if isinstance(place, str)}
+        fields = _payload_type([place.split(".") for place in rules.values()]) if rules else None
+        self._decode = None if fields is None else msgspec.json.Decoder(fields).decode
         is_usual = stream.format == "json" and len(rules) == len(self._rules) and "type" not in rules
         self._columns = _Columns(rules) if is_usual else None
 
@@ -192,6 +207,20 @@ class Translation:
                 for offset, record, origin in zip(batch.offsets, batch.records, origins, strict=True)
             ]
         return Batch(batch.topic, batch.partition, batch.offsets, made)
+
+    def repeat(self, record: Record) -> Record:
+        """Apply the rules to an event with a FAULT again, because they may have changed. It has the FAULT again where they do not
+        fit, or where the event does not have all that they read."""
+        event_id, origin = record.header(ID), record.header(ORIGIN)
+        places = self._rules.values()
+        if (
+            event_id is None
+            or origin is None
+            or any(isinstance(one, FromHeader) and one.header in _REPLACED for one in places)
+        ):
+            return record
+        stored = Record(record.key, record.value, read_arrival(record) or 0, record.headers)
+        return self._translate(stored, event_id, origin)
 
     def _translate_usual(self, batch: Batch, topic_id: str, prefix: bytes) -> list[Record] | None:
         """All at once, where no record has headers and every rule fits; None when one record needs `_translate`."""
@@ -255,7 +284,7 @@ class Translation:
         """Raises _Misfit."""
         if not self._rules:
             return _DEFAULTS
-        document = _parse(record.value) if self._needs_json and record.value is not None else None
+        document = None if self._decode is None or record.value is None else _parse(record.value, self._decode)
         values = {name: _find(record, document, place) for name, place in self._rules.items()}
         return _Made(
             _read_text("id", values.get("id"), MAX_ID_BYTES),
@@ -280,11 +309,14 @@ def _origins(topic_id: str, partition: int, offsets: Sequence[int]) -> list[byte
     ]
 
 
-def _parse(value: bytes) -> object:
-    try:
+def _parse(value: bytes, decode: Callable[[bytes], object]) -> object:
+    """decode: reads the fields of the rules only. It counts where another field has a number that is too large for a float."""
+    with suppress(orjson.JSONDecodeError, RecursionError):
         return orjson.loads(value)
-    except (orjson.JSONDecodeError, RecursionError):
-        raise _Misfit(NOT_JSON) from None
+    with suppress(UnicodeDecodeError, msgspec.DecodeError, RecursionError):
+        value.decode()
+        return msgspec.to_builtins(decode(value))
+    raise _Misfit(NOT_JSON)
 
 
 def _find(record: Record, document: object, place: Place) -> Any:
@@ -304,11 +336,15 @@ def _text(value: bytes, otherwise: str) -> str:
         raise _Misfit(otherwise) from None
 
 
+def _is_integer(value: Any) -> bool:
+    return type(value) is int and -LARGEST_INTEGER <= value <= LARGEST_INTEGER
+
+
 def _read_text(what: str, value: Any, most: int) -> bytes | None:
     """A string without control characters, or an integer."""
     if value is None:
         return None
-    if type(value) is int:
+    if _is_integer(value):
         return b"%d" % value
     if type(value) is bytes:
         value = _text(value, f"the {what} is not text in UTF-8")
@@ -326,7 +362,7 @@ def _read_key(value: Any) -> bytes | None:
     """A string or an integer, or the bytes of a header."""
     if value is None:
         return None
-    if type(value) is int:
+    if _is_integer(value):
         return b"%d" % value
     if type(value) is not str and type(value) is not bytes:
         raise _Misfit("the key is neither a string nor an integer")
@@ -358,9 +394,9 @@ def _read_time(value: Any, timestamp: int) -> int | None:
 
 def _read_moment(value: str) -> int:
     try:
-        if not _OFFSET.fullmatch(value):
+        if not _MOMENT.fullmatch(value):
             raise ValueError
-        return (datetime.fromisoformat(value) - _EPOCH) // _MILLISECOND
+        return (datetime.fromisoformat(value.upper()) - _EPOCH) // _MILLISECOND
     except (ValueError, OverflowError):
         raise _Misfit("the time is a string, but not RFC 3339 with an offset") from None
 

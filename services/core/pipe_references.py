@@ -29,6 +29,10 @@ def find_broken_references(data: object) -> list[Found]:
         sources = [source for source in _items(_mapping(pipe).get("sources")) if isinstance(source, str)]
         destinations = [_mapping(destination) for destination in _items(_mapping(pipe).get("destinations"))]
         problems += [(("pipes", name, *path), text) for path, text in _check_pipe(sources, destinations, streams)]
+        if _mapping(pipe).get("transform") is None:
+            problems += [
+                (("pipes", name, *path), text) for path, text in _check_deletes(sources, destinations, streams)
+            ]
         transform = _mapping(_mapping(pipe).get("transform"))
         named = [table for table in _items(transform.get("tables")) if isinstance(table, str)]
         problems += [(("pipes", name, *path), text) for path, text in _check_tables(named, sources, tables)]
@@ -47,7 +51,9 @@ def find_broken_references(data: object) -> list[Found]:
 
 
 def _check_pipe(
-    sources: Sequence[str], destinations: Sequence[Mapping[str, object]], streams: Mapping[str, object]
+    sources: Sequence[str],
+    destinations: Sequence[Mapping[str, object]],
+    streams: Mapping[str, object],
 ) -> Iterator[Found]:
     known = f"is not among streams: {', '.join(sorted(map(str, streams)))}"
     for index, source in enumerate(sources):
@@ -66,6 +72,21 @@ def _check_pipe(
             yield ("destinations", index, "stream"), f"{stream!r} {known}"
         elif isinstance(stream, str) and (topic := _mapping(streams[stream]).get("topic")):
             text = f"{stream!r} is the topic {topic} of others, which is only read. Try: topic: {{name: {topic}}}"
+            yield ("destinations", index, "stream"), text
+
+
+def _check_deletes(
+    sources: Sequence[str], destinations: Sequence[Mapping[str, object]], streams: Mapping[str, object]
+) -> Iterator[Found]:
+    """A compacted stream that gets the events of its sources as they are, and deletes as events."""
+    kept = [source for source in sources if _mapping(streams.get(source)).get("tombstones") == "deliver"]
+    for index, destination in enumerate(destinations):
+        name = destination.get("stream")
+        if kept and isinstance(name, str) and _mapping(streams.get(name)).get("compact") is True:
+            text = (
+                f"{name!r} is compacted, and tombstones: deliver makes events of the deletes in {kept[0]!r}, so its keys "
+                "stay. Try: tombstones: skip there; a compacted stream gets the deletes as deletes then"
+            )
             yield ("destinations", index, "stream"), text
 
 

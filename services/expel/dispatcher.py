@@ -243,8 +243,10 @@ class Dispatcher:
             return batch
         mine: Batch | None = batch
         of_others = batch.topic in self._config.others
-        if of_others or not self._config.takes_tombstones:
-            mine = self._settle_others(split_tombstones(batch, of_others=of_others), metrics.EXPEL_TOMBSTONES)
+        taken = self._config.takes_tombstones
+        if of_others or not taken:
+            chosen = split_tombstones(batch, of_others=of_others, taken=taken)
+            mine = self._settle_others(chosen, metrics.EXPEL_TOMBSTONES)
         if mine is not None and self._config.outputs is not None:
             mine = self._settle_others(self._config.outputs.choose(mine), metrics.EXPEL_FILTERED)
         return mine

@@ -228,8 +228,10 @@ class LaneLedger:
 
     async def before_join(self) -> None:
         """Call it before the first join, until it succeeds. Raises BrokerError kinds."""
-        if self._late_start is not None:
-            await self._late_start.find_new()
+        if self._late_start is not None and self._reporter is not None:
+            await self._late_start.find_skipped(self._reporter.sets)
+            await self._reporter.report()
+            await self._late_start.begin()
 
     def record_read(self, batch: Batch) -> None:
         """A batch was polled: its events are accepted where no ingest has accepted them."""
@@ -273,7 +275,7 @@ class LaneLedger:
         if self._reporter is None:
             return
         if self._late_start is not None:
-            await self._late_start.skip_earlier(self._reporter.sets)
+            await self._late_start.skip_rest(self._reporter.sets)
         lags = own if self._group is None else await self._group.complete(own)
         if lags is not None:
             for name, backlog in self._backlogs.items():

@@ -74,13 +74,18 @@ class OutputFilter:
         return known
 
 
-def split_tombstones(batch: Batch, *, of_others: bool = False) -> Chosen:
+def split_tombstones(batch: Batch, *, of_others: bool = False, taken: bool = False) -> Chosen:
     """The others are tombstones: records with a key and an event id, and without a value; in a topic of others, all without a
-    value. Not for a batch with damage."""
+    value. Not for a batch with damage.
+
+    taken: the destination takes tombstones. Then the others are only those that delete nothing: they have no key.
+    """
     gone = [
         index
         for index, record in enumerate(batch.records)
-        if record.value is None and (of_others or (record.key is not None and record.header(ID)))
+        if record.value is None
+        and not (taken and record.key)
+        and (of_others or (record.key is not None and record.header(ID)))
     ]
     if not gone:
         return Chosen(batch, None)

@@ -18,8 +18,10 @@ from services.core.existing_topics import (
     LATEST_MS,
     MAX_ID_BYTES,
     MAX_KEY_BYTES,
+    MOMENT,
     NOT_JSON,
     NOT_TEXT,
+    NUMBER,
     OWN_PREFIX,
     SECONDS_BELOW,
     TIME,
@@ -30,8 +32,8 @@ from services.core.pipes import Stream
 from spark.records import HEADERS
 
 _CONTROL = r"[\u0000-\u001f\u007f-\u009f]"
-_NUMBER = r"^[0-9]{1,15}(\.[0-9]{1,9})?$"
-_MOMENT = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt ][0-9]{2}:[0-9]{2}(:[0-9]{2}([.][0-9]+)?)?([Zz]|[+-][0-9]{2}:?[0-9]{2})$"
+_NUMBER, _MOMENT = rf"\A{NUMBER}\z", rf"\A{MOMENT}\z"
+"""With `$` a line break may follow in Java."""
 
 
 class ReadTopic(NamedTuple):
@@ -195,7 +197,7 @@ class _Rules:
 def _millis_of(value: _Value) -> Column:
     """Null when it is no time."""
     number = value.text.try_cast("double")
-    scaled = f.round(f.when(f.abs(number) < SECONDS_BELOW, number * 1000).otherwise(number)).try_cast("bigint")
+    scaled = f.rint(f.when(f.abs(number) < SECONDS_BELOW, number * 1000).otherwise(number)).try_cast("bigint")
     moment = f.unix_millis(f.when(value.text.rlike(_MOMENT), value.text.try_cast("timestamp")))
     return f.when(value.is_number, scaled).otherwise(moment)
 

@@ -9,9 +9,11 @@ The reports are those of an ingest of the stream, because the observer counts ev
 
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 from services.core import metrics
 from services.core.broker.contract import Broker
+from services.core.broker.errors import GroupHasMembers
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
 from services.core.event import ORIGIN, TOPIC_NUMBERS, Origin, read_arrival
@@ -68,37 +70,55 @@ def _origin(record: Record) -> Origin | None:
 
 class LateStart:
     """A group that begins at the newest records of topics of others. Other groups may read what was stored before and report it
-    as accepted; this one skips it. Without a report it would be missing here."""
+    as accepted; this one skips it. Without a report it would be missing here.
+
+    So the report is durable before the group begins, and the group begins where the report ends. A crash in between repeats both.
+    """
 
     def __init__(self, broker: Broker, group: str, topics: Collection[str]) -> None:
         self._broker, self._group, self._topics = broker, group, topics
-        self._new: list[str] = []
+        self._ends: dict[str, dict[int, int]] = {}
+        """Of the topics that the group has not begun."""
 
-    async def find_new(self) -> None:
-        """Call it before each join until it succeeds: which topics the group has not begun yet. Raises BrokerError kinds."""
-        admin = self._broker.admin
-        self._new = [topic for topic in self._topics if not await admin.has_begun(self._group, topic)]
+    async def find_skipped(self, sets: Sets) -> None:
+        """Add what is stored now in topics that the group has not begun. Raises BrokerError kinds."""
+        self._ends = {}
+        for topic in self._topics:
+            if not await self._broker.admin.has_begun(self._group, topic):
+                held = await self._broker.reader.describe(topic)
+                for partition, one in held.items():
+                    await self._skip(sets, topic, partition, one.start, one.end)
+                self._ends[topic] = {partition: one.end for partition, one in held.items()}
 
-    async def skip_earlier(self, sets: Sets) -> None:
-        """Call it after the join, once: adds what was stored before the group's positions. Raises BrokerError kinds."""
-        for topic in self._new:
-            held = await self._broker.reader.describe(topic)
+    async def begin(self) -> None:
+        """Let the group begin behind what `find_skipped` added, which is reported now. Raises BrokerError kinds.
+
+        While the group has members it begins at their join, a moment later: then `skip_rest` adds what came in between.
+        """
+        for topic in list(self._ends):
+            before = {partition: end - 1 for partition, end in self._ends[topic].items()}
+            with suppress(GroupHasMembers):
+                await self._broker.admin.set_committed(self._group, topic, before)
+                del self._ends[topic]
+
+    async def skip_rest(self, sets: Sets) -> None:
+        """Call it after the join. Raises BrokerError kinds."""
+        for topic, ends in self._ends.items():
             for partition, position in (await self._broker.admin.positions(self._group, topic)).items():
-                if position > held[partition].start:
-                    await self._skip(sets, topic, partition, held[partition].start, position)
-        self._new = []
+                await self._skip(sets, topic, partition, ends.get(partition, position), position)
+        self._ends = {}
 
-    async def _skip(self, sets: Sets, topic: str, partition: int, start: int, position: int) -> None:
-        batch = await self._broker.reader.read(topic, partition, start, max_records=1)
+    async def _skip(self, sets: Sets, topic: str, partition: int, start: int, end: int) -> None:
+        """Add these offsets."""
+        batch = None if start >= end else await self._broker.reader.read(topic, partition, start, max_records=1)
         origin = None if batch is None or batch.damage is not None else _origin(batch.records[0])
         if origin is None:
             return
         run = origin.incarnation.rpartition("e")[0]
-        for epoch in range(start // TOPIC_NUMBERS, position // TOPIC_NUMBERS + 1):
-            first = epoch * TOPIC_NUMBERS
-            count = min(position - first, TOPIC_NUMBERS)
-            if count > 0:
-                sets.add_range(SetKey("skipped", f"{run}e{epoch}", partition), 0, count)
+        for epoch in range(start // TOPIC_NUMBERS, (end - 1) // TOPIC_NUMBERS + 1):
+            first = max(start - epoch * TOPIC_NUMBERS, 0)
+            last = min(end - epoch * TOPIC_NUMBERS, TOPIC_NUMBERS)
+            sets.add_range(SetKey("skipped", f"{run}e{epoch}", partition), first, last - first)
 
 
 class FirstReader:

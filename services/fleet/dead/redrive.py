@@ -17,7 +17,8 @@ from services.core.broker.errors import RecordTooLarge, Unavailable
 from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Record, estimate_size
 from services.core.dead_letter import DeadLetter, Position, event_time, strip
-from services.core.event import REDRIVEN
+from services.core.event import FAULT, REDRIVEN
+from services.core.existing_topics import Translation
 from services.core.ledger.report import since_span
 from services.core.ledger.reporter import Reporter, new_instance
 from services.core.pipes import PipeFile
@@ -33,6 +34,8 @@ REMEDIES = {
     "no_destination": "a transform failed on it, or it was late. With schema_mismatch or transform_error, it fails again unless "
     "`columns` or the transform are corrected first; or send a corrected event, then penstock dead discard this one. Try: "
     "--to-stream, which sends it to its stream again, to all of its pipes",
+    "bad_record": "a rule of its stream in the pipe file does not fit it; penstock dead show says which. Try: the same command "
+    "when the rule is corrected, or penstock dead discard",
     "unknown_destination": "the pipe file no longer has this destination. Try: --to PIPE/DESTINATION; or renamed_from there, if "
     "it has another name now; or penstock dead discard",
     "no_retries": "the destination is a stream, which reads no retries. Try: --to PIPE/DESTINATION with a webhook",
@@ -95,6 +98,10 @@ class RedriveTargets:
         if named[0].webhook is None:
             return "no_retries"
         original = strip(letter.record)
+        if original.header(FAULT) is not None:
+            original = self._translate(original, letter)
+            if original.header(FAULT) is not None:
+                return "bad_record"
         state = RetryState(
             pipe=pipe_name,
             destination=name,
@@ -113,6 +120,11 @@ class RedriveTargets:
         except BadRetryRecord:
             return "bad_source"
         return RedriveRecord(letter, retry_topic(pipe_name), record)
+
+    def _translate(self, record: Record, letter: DeadLetter) -> Record:
+        """A record of a topic of others as the event that the rules make of it now; unchanged where its stream is not known."""
+        stream = self._pipes.streams.get(letter.source.partition(":")[0])
+        return record if stream is None or stream.topic is None else Translation(stream).repeat(record)
 
     def _to_source(self, letter: DeadLetter, now_ms: int) -> RedriveRecord | str:
         if not self._to_stream:

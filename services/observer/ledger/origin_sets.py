@@ -11,6 +11,7 @@ from contextlib import suppress
 import structlog
 from pyroaring import BitMap
 
+from services.core import metrics
 from services.core.event import is_of_topic
 from services.core.ledger.report import BadReport, Node, OriginSet, Outcome, Report, unpack_numbers
 from services.observer.ledger.flow import Step
@@ -37,6 +38,8 @@ _WAITING: tuple[Outcome, ...] = ("retrying", "parked")
 _NOTHING = Origins()
 _NOT_REPORTED = ReportedOrigins()
 _STRIDE = 1 << 18
+_MOST_GONE_BYTES = 1 << 20
+"""Of one run in `gone`. A topic of others with gaps everywhere needs a bit for each offset: this is room for eight million."""
 
 
 def named_in(report: Report) -> Origins:
@@ -61,7 +64,8 @@ class OriginSets:
         self.floors: dict[SequenceKey, int] = {}
         """Numbers below it are folded, except those in `packed`."""
         self.gone = Origins()
-        """Folded origins at or above the floors: minutes overlap a little."""
+        """Folded origins at or above the floors: minutes overlap a little. In a topic of others they may be far above: a reader
+        may have begun there, and another one may read what is before."""
         self._kept: dict[SequenceKey, PackedRuns] = {}
         """An index of `packed`."""
         self._touched = Origins()
@@ -227,7 +231,7 @@ class OriginSets:
     def fold(self, minute: int, settled: Origins) -> None:
         """Remove these origins of the minute, which are counted elsewhere. The others are kept until the next fold."""
         places = {place: origins.copy() for place, origins in self.accepted(minute).items()}
-        runs = {run for held in places.values() for run, _ in held.runs()}
+        streams = {run: stream for (_, stream), held in places.items() for run, _ in held.runs()}
         self.gone.update(settled)
         for held in places.values():
             held.remove(settled)
@@ -235,8 +239,8 @@ class OriginSets:
         self._discard_packed(minute)
         for place, origins in places.items():
             self.load_packed(minute, place, PackedOrigins.of(origins).runs)
-        for run in runs:
-            self._raise_floor(run)
+        for run, stream in streams.items():
+            self._raise_floor(run, stream)
         for known in self._all_sets():
             known.remove(settled)
         for held in places.values():
@@ -298,13 +302,15 @@ class OriginSets:
         young = (run.incarnation for places in self.held.values() for held in places.values() for run, _ in held.runs())
         return {*young, *(run.incarnation for run in self._kept)}
 
-    def _raise_floor(self, run: SequenceKey) -> None:
+    def _raise_floor(self, run: SequenceKey, stream: str) -> None:
         """To the run's first number that no `fold` has seen; without one, above everything that was folded."""
         young = [
             numbers.min() for places in self.held.values() for held in places.values() if (numbers := held.numbers(run))
         ]
         before = floor = self.floors.get(run, 0)
-        if young:
+        if is_of_topic(run.incarnation):
+            floor = self._first_unread(run, stream, before, min(young, default=None))
+        elif young:
             floor = max(floor, min(young))
         else:
             gone = self.gone.numbers(run)
@@ -318,6 +324,35 @@ class OriginSets:
             origins.remove_range(run, before, floor, kept)
         for reported in self.reported_sets.values():
             reported.drop_ranges(run, self._kept[run].lowest if run in self._kept else floor)
+
+    def _first_unread(self, run: SequenceKey, stream: str, floor: int, young: int | None) -> int:
+        """Of a topic of others: the first number from the floor on that no `fold` has seen. Another reader may still read it. So
+        may it read numbers behind it, which are in `gone` until then, or until there is no room for more of them.
+
+        young: the lowest held number.
+        """
+        gone, first = self.gone.numbers(run), floor
+        while not (missing := span(first, first + _STRIDE) - gone - self.kept(run, span(first, first + _STRIDE))):
+            first += _STRIDE
+        first = missing.min()
+        gone.run_optimize()
+        if len(gone.serialize()) <= _MOST_GONE_BYTES:
+            return first
+        end = gone[len(gone) // 2] if young is None else min(gone[len(gone) // 2], young)
+        if end <= first:
+            return first
+        inside = span(first, end)
+        unread = len(inside - gone - self.kept(run, inside))
+        log.warning(
+            "gaps_closed",
+            stream=stream,
+            partition=run.partition,
+            up_to=end,
+            unread=unread,
+            hint="the topic has too many offsets without an event. What is read there from now on is outside of the loss table",
+        )
+        metrics.LEDGER_OUTSIDE.labels("observer", stream, "gaps_closed").inc(unread)
+        return end
 
     def find_gone(self, before_ms: int) -> list[str]:
         """Incarnations of which no minute is held and that no report has named since.

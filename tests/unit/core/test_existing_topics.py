@@ -1,6 +1,8 @@
 """The rules by which a record of a topic of others becomes an event."""
 
+import json
 import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,12 @@ from services.core.event import (
     Origin,
     is_of_topic,
 )
-from services.core.existing_topics import Translation, existing_topics
+from services.core.existing_topics import MOMENT, NUMBER, Translation, existing_topics
 from services.core.ledger.accumulator import _ORIGIN
 from services.core.ledger.report import MAX_NUMBER
 from services.core.pipe_references import find_broken_references
 from services.core.pipes import PipeFile, Stream
+from tests.support.existing_cases import NUMBERS, ONLY_HEADERS, PAYLOADS, TIMES
 
 PAGE = Path(__file__).parents[3] / "docs/existing-topics.md"
 TOPIC_ID = "3d9c2b1e-0f4a-4c55-8f7e-3a5b6c7d8e9f"
@@ -137,6 +140,55 @@ def test_key_and_time(rules: dict[str, Any], record: Record, key: bytes | None, 
     made = translate(record, **rules)
     assert (made.key, made.timestamp, made.header(FAULT)) == (key, time, None)
     assert made.header(ARRIVAL) == b"%d" % NOW
+
+
+@pytest.mark.parametrize("text", TIMES | NUMBERS | ONLY_HEADERS)
+def test_the_table_of_times(text: str) -> None:
+    """Broken: an event has another time here than in a transform, which has the same table (`tests/spark`)."""
+    expected = (TIMES | NUMBERS | ONLY_HEADERS)[text]
+    payload = f'{{"at": {text}}}' if text in NUMBERS else json.dumps({"at": text})
+    given = [({"header": "at"}, plain(headers=(("at", text.encode()),)))]
+    if text not in ONLY_HEADERS:
+        given += [("at", plain(payload.encode(), headers)) for headers in ((), (("h", b"1"),))]
+    for place, record in given:
+        made = translate(record, time=place)
+        assert (None if made.header(FAULT) else made.timestamp) == expected
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_the_table_of_payloads(payload: bytes) -> None:
+    """Broken: a value is an event here and a dead letter in a transform, or it stops its partition for ever."""
+    expected = b"billing.invoices-3-7" if PAYLOADS[payload] == b"" else PAYLOADS[payload]
+    for headers in ((), (("h", b"1"),)):
+        made = translate(plain(payload, headers), id="id")
+        assert (None if made.header(FAULT) else made.header(ID)) == expected
+
+
+@settings(max_examples=200)
+@given(
+    micros=st.integers(172_800 * 1_000_000, NOW * 1000),
+    digits=st.integers(0, 9),
+    offset=st.integers(-18 * 60, 18 * 60),
+    colon=st.sampled_from([":", ""]),
+    between=st.sampled_from("Tt "),
+)
+def test_every_time_with_an_offset_is_read(micros: int, digits: int, offset: int, colon: str, between: str) -> None:
+    """Broken: RFC 3339 that a producer writes is a fault, or another time."""
+    moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=micros)
+    fraction = f".{moment.microsecond:06d}000"[: digits + 1] if digits else ""
+    zone = f"{'-' if offset < 0 else '+'}{abs(offset) // 60:02d}{colon}{abs(offset) % 60:02d}"
+    text = f"{moment:%Y-%m-%d}{between}{moment:%H:%M:%S}{fraction}{zone}"
+    millis = int(f"{fraction[1:]}000"[:3])
+    made = translate(plain(json.dumps({"at": text}).encode()), time="at")
+    assert (made.header(FAULT), made.timestamp) == (None, (micros // 1_000_000 - offset * 60) * 1000 + millis)
+
+
+@given(text=st.from_regex(re.compile(rf"\A{MOMENT}\Z")) | st.from_regex(re.compile(rf"\A{NUMBER}\Z")) | st.text())
+def test_a_time_is_read_or_a_fault(text: str) -> None:
+    """Broken: a text that looks like a time stops its partition for ever."""
+    made = translate(plain(b"{}", (("at", text.encode(errors="replace")),)), time={"header": "at"})
+    assert made.timestamp >= 0
+    assert made.header(FAULT) is None or made.timestamp == NOW
 
 
 @pytest.mark.parametrize(
@@ -333,6 +385,22 @@ def test_broken_references_to_topics_of_others() -> None:
     assert texts[0].startswith("'u' is the topic of stream 'b' already")
     assert texts[1].startswith("'a' is the topic t of others, which is only read")
     assert "leads back to the pipe's own source: a loop" in texts[2]
+
+
+@pytest.mark.parametrize(
+    ("tombstones", "transforms", "refused"), [("skip", 0, 0), ("deliver", 0, 1), ("deliver", 1, 0)]
+)
+def test_a_compacted_stream_gets_deletes_as_deletes(tombstones: str, transforms: int, refused: int) -> None:
+    """Broken: a deleted key of a topic of others stays in our table for ever, with the payload null."""
+    pipe = {"sources": ["a"], "destinations": [{"name": "d", "stream": "b"}]} | (
+        {"transform": {}} if transforms else {}
+    )
+    streams = {"a": {"topic": "t", "tombstones": tombstones}, "b": {"compact": True}}
+    found = find_broken_references({"streams": streams, "pipes": {"p": pipe}})
+    assert len(found) == refused
+    for path, text in found:
+        assert path == ("pipes", "p", "destinations", 0, "stream")
+        assert text.endswith("a compacted stream gets the deletes as deletes then")
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,18 @@ from services.core.broker.producer import Producer, SendResult
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.causes import Causes, normalise
 from services.core.dead_letter import DeadLetter, Position
-from services.core.event import REDRIVEN
+from services.core.event import FAULT, ID, ORIGIN, REDRIVEN
+from services.core.existing_topics import Translation
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
-from services.core.pipes import PipeFile
+from services.core.pipes import PipeFile, Stream
 from services.core.provision import ensure_topics
-from services.core.retry_state import unwrap
+from services.core.retry_state import read_state, unwrap
 from services.core.times import parse_time
 from services.core.topic_names import AUDIT, RETRIER_DEAD, renames_of
 from services.expel.dedup import RetryTopicFilter
 from services.fleet.dead.audit import AuditedActions, Auditor, read_audit
 from services.fleet.dead.found import DeadLetterSearch, Filter, restore, with_payloads
-from services.fleet.dead.redrive import Redrive, RedriveTargets
+from services.fleet.dead.redrive import REMEDIES, Redrive, RedriveTargets
 from services.fleet.dead.view import letter_json
 from services.fleet.doctor.checks.events import find_letters
 from services.fleet.doctor.facts import Facts
@@ -543,3 +544,43 @@ async def test_a_payload_that_was_too_large_for_a_letter_comes_from_its_source(b
     assert (work.so_far.done, dict(work.so_far.refused)) == (2, {"no_payload": 2})
     sent = [unwrap(record)[0] for record in await stored(broker, "late.retry")]
     assert sent == [original(0), original(1)]
+
+
+@pytest.mark.parametrize(
+    ("rules", "event_id", "key"),
+    [
+        ({"id": "id"}, None, None),
+        ({"id": {"header": "ce_id"}}, None, None),
+        ({"id": "n", "key": "id.of", "time": "at"}, b"7", b"c"),
+        ({}, b"billing-0-3", b"k"),
+    ],
+)
+def test_a_corrected_rule_makes_an_event_of_a_bad_record(
+    rules: dict[str, object], event_id: bytes | None, key: bytes | None
+) -> None:
+    """Broken: a dead letter of a topic of others stays `bad_record` for ever, also when its rule is corrected."""
+    stored = Record(b"k", b'{"id": {"of": "c"}, "n": 7, "at": 1600000000}', BASE, (("h", b"1"),))
+    batch = Batch("billing", 0, [3], [stored])
+    (bad,) = Translation(Stream(topic="billing", id="id"))(batch, "topic-id").records
+    assert bad.header(FAULT)
+    place = {"source": TopicPartition("s", 0), "offset": 3}
+    record = refused_letter(bad, 1, pipe="p", destination="d", reason="bad_record", **place)
+    pipes = PipeFile.model_validate(
+        {
+            "streams": {"s": {"topic": "billing", **rules}},
+            "pipes": {
+                "p": {"sources": ["s"], "destinations": [{"name": "d", "webhook": {"url": "https://a.example"}}]}
+            },
+        }
+    )
+    found = RedriveTargets(pipes, to_stream=False).resolve(DeadLetter.of(Position("p.dead", 0, 0), record), BASE)
+    if event_id is None:
+        assert found == "bad_record"
+        assert found in REMEDIES
+        return
+    assert not isinstance(found, str)
+    made = found.record
+    assert (made.header(ID), made.key, made.value, made.header(FAULT)) == (event_id, key, stored.value, None)
+    assert made.header("h") == b"1"
+    assert made.header(ORIGIN) == bad.header(ORIGIN)
+    assert read_state(made).time == (1_600_000_000_000 if "time" in rules else BASE)

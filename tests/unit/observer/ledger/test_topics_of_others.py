@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+from pyroaring import BitMap
+
+from services.core import metrics
 from services.core.broker.contract import TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.record import Batch, Record
@@ -9,7 +13,10 @@ from services.core.event import TOPIC_NUMBERS, Origin, offset_of, topic_incarnat
 from services.core.existing_topics import Translation
 from services.core.pipes import Stream
 from services.observer.explain import explain
+from services.observer.ledger import origin_sets
 from services.observer.ledger.flow import Flow, PipeFlow, Step
+from services.observer.ledger.origin_sets import OriginSets
+from services.observer.ledger.origins import Origins, SequenceKey
 from services.observer.ledger.table import Table
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS, accept, hear, tell
 
@@ -105,17 +112,58 @@ def test_the_readers_of_a_day_leave_nothing_behind() -> None:
     assert not table.offsets.runs
 
 
-def test_what_another_reader_left_out_is_delivered_and_not_in_the_table() -> None:
-    """Broken: docs/existing-topics.md says that history behind a later reader is outside of the loss table."""
-    table = Table(FLOW)
-    reads(table, range(1_000, 1_010), MINUTE, "a")
+def fold_all(table: Table, numbers: range) -> int:
+    """All destinations get these, and the minutes are folded. Returns the time."""
     for pipe, destination in (("one", "a"), ("one", "b"), ("two", "c")):
-        settles(table, pipe, destination, range(1_000, 1_010))
+        settles(table, pipe, destination, numbers)
     late = FINAL + 2 * 3_600_000
     for pipe, destination in (("one", "a"), ("one", "b"), ("two", "c")):
         settles(table, pipe, destination, range(0), late)
     table.tick(late)
     table.tick(late + 10_000)
     assert not table.origin_sets.held
-    reads(table, range(10), MINUTE + 130, "c")
-    assert table.minutes("two") == [MINUTE]
+    return late
+
+
+def test_a_loss_before_the_place_where_the_first_reader_began_is_seen() -> None:
+    """Broken: a destination that begins before the others, and loses events there, has an empty loss table."""
+    table = Table(FLOW)
+    reads(table, range(1_000, 1_010), MINUTE, "a")
+    late = fold_all(table, range(1_000, 1_010))
+    reads(table, range(1_010), MINUTE + 130, "c")
+    for pipe, destination in (("one", "a"), ("one", "b")):
+        hear(
+            table,
+            tell("expel", pipe, "skipped", range(1_000), destination=destination, incarnation=RUN, at_ms=late + 60_000),
+        )
+    settles(table, "two", "c", range(3, 1_010), late + 60_000)
+    row = table.row("two", MINUTE + 130, late + 600_000)
+    assert (row.accepted, row.missing) == (1_000, 3), "the ten events behind it were counted before"
+    assert table.row("one", MINUTE + 130, late + 600_000).missing == 0
+    later = late + 7 * 3_600_000
+    for pipe, destination in (("one", "a"), ("one", "b"), ("two", "c")):
+        settles(table, pipe, destination, range(0), later)
+    table.tick(later)
+    table.tick(later + 10_000)
+    assert not table.origin_sets.held
+    assert table.row("two", MINUTE + 130, later).missing == 3
+    assert table.origin_sets.floors[SequenceKey(RUN, 0)] == 1_010
+    assert not table.origin_sets.gone
+
+
+def test_a_topic_that_is_full_of_gaps_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a compacted topic makes the observer larger for ever, or what it gives up is not counted."""
+    monkeypatch.setattr(origin_sets, "_MOST_GONE_BYTES", 500)
+    sets = OriginSets()
+    run = SequenceKey(RUN, 0)
+    before = metrics.LEDGER_OUTSIDE.labels("observer", "invoices", "gaps_closed")._value.get()
+    for minute in range(20):
+        numbers = range(minute * 100, minute * 100 + 100, 3)
+        sets.apply(accept(numbers, stream="invoices", minute=minute, incarnation=RUN, instance="a", at_ms=1))
+        sets.fold(minute, Origins([(run, BitMap(numbers))]))
+    held = sets.gone.numbers(run)
+    held.run_optimize()
+    assert len(held.serialize()) <= 500
+    assert 0 < sets.floors[run] <= 2_000
+    closed = metrics.LEDGER_OUTSIDE.labels("observer", "invoices", "gaps_closed")._value.get() - before
+    assert closed == len(set(range(sets.floors[run])) - {n + m * 100 for m in range(20) for n in range(0, 100, 3)})
