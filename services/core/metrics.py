@@ -394,7 +394,8 @@ LEDGER_FAILURES = Counter(
 )
 LEDGER_OUTSIDE = Counter(
     "penstock_ledger_events_outside",
-    "Settled events that the ledger cannot count because they have no readable origin, by reason.",
+    "Events that the ledger does not count, by reason: without a readable origin, or in a topic of others too old, or in gaps "
+    "that were closed (then offsets, which may have no event).",
     ["node", "pipe", "reason"],
 )
 LEDGER_BAD_REPORTS = Counter("penstock_ledger_bad_reports", "Records of the telemetry topic that are not reports.")

@@ -262,7 +262,7 @@ async def test_skipped_offsets_are_those_between(start: int, end: int) -> None:
 
     found = Sets()
     broker = SimpleNamespace(reader=OneRecord())
-    await LateStart(broker, "g", ["s"])._skip(found, "s", 0, start, end)  # type: ignore[arg-type]
+    await LateStart(broker, "g", ["s"])._skip(found, "s", 0, start, end)
     offsets = {
         offset_of(Origin(one.incarnation, 0, number)) for one in found.pack() for number in unpack_numbers(one.numbers)
     }
