@@ -637,6 +637,11 @@ LOG_COMPACTED = Counter(
     "Embedded log: records that compaction removed, because a newer one of their key or a tombstone replaced them.",
     ["topic"],
 )
+LOG_NOT_COMPACTED = Counter(
+    "penstock_log_not_compacted",
+    "Embedded log: passes over a partition of a compacted topic that failed, by reason. The other partitions are compacted.",
+    ["topic", "reason"],
+)
 FLEET_LOG_LINES_LOST = Counter(
     "penstock_fleet_log_lines_lost", "Lines of a process that could not be written to its log file.", ["log"]
 )

@@ -27,7 +27,8 @@ _TEXTS = frozenset(("datacontenttype", "dataschema", "subject", "time", "partiti
 """Optional attributes whose values are text."""
 _NAME = re.compile(r"[a-z0-9]{1,64}")
 NO_DATA = b"null"
-"""The payload of an event without data. In a compacted stream such an event is a tombstone."""
+"""The payload of an event without data, or with the JSON value null. In a compacted stream such an event is a tombstone: it is
+this object, because the text `null` of another media type is data."""
 
 
 class _Data(msgspec.Struct):
@@ -70,17 +71,19 @@ def read_structured(body: bytes, limits: Limits) -> Items:
 def read_binary(body: bytes, headers: Iterable[tuple[str, str]], content_type: str, limits: Limits) -> Items:
     """One CloudEvent whose attributes are `ce-…` headers and whose data is the body, of any media type."""
     document: dict[str, Any] = {}
+    has_data = bool(body)
     if len(body) > limits.event_bytes:
         raise Refused(problems.EVENT_TOO_LARGE, json_events.too_large(len(body), limits))
     if is_json(content_type) and body:
         parsed = parse(body)
         check_single(body, parsed, limits)
         document = parsed if type(parsed) is dict else {}
+        has_data = parsed is not None
     try:
         attributes = _attributes(_from_headers(headers, content_type))
     except _Fault as fault:
         return Items([], [], [], [], [Refusal(0, problems.BAD_CLOUDEVENT, str(fault))])
-    return Items([body or NO_DATA], [document], range(1), [attributes])
+    return Items([body if has_data else NO_DATA], [document], range(1), [attributes])
 
 
 def _from_headers(headers: Iterable[tuple[str, str]], content_type: str) -> dict[str, Any]:
@@ -142,7 +145,7 @@ def _value(text: bytes, members: dict[str, Any], content_type: str) -> bytes:
     data = members.get("data")
     if type(data) is str and not is_json(content_type):
         return data.encode()
-    return bytes(_DATA.decode(text).data)
+    return NO_DATA if data is None else bytes(_DATA.decode(text).data)
 
 
 def _attributes(members: dict[str, Any]) -> Attributes:

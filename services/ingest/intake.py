@@ -176,7 +176,7 @@ class Intake:
         if self.compact:
             faults = {**_find_keyless(keys, count, names["key"]), **faults}
             if items.attributes is not None:
-                values = [None if value == NO_DATA else value for value in values]
+                values = [None if value is NO_DATA else value for value in values]
         return Columns(values, self._fill(found, count, arrival), keys, times, more), faults
 
     def _fill(self, found: list[bytes | None], count: int, arrival: int) -> list[bytes]:

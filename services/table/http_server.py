@@ -119,7 +119,7 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._buffer = b""
-        self._in_head = False
+        self._in_head = self._closes = False
         self._task: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._drained: asyncio.Future[None] | None = None
@@ -199,7 +199,7 @@ class Connection(asyncio.Protocol):
 
     def _go_on(self) -> None:
         """Answer what was read, until a request waits."""
-        while self._task is None and self._drained is None and self._transport is not None:
+        while self._task is None and self._drained is None and self._is_writable():
             end = self._buffer.find(b"\r\n\r\n")
             if end < 0 or end > MAX_HEAD_BYTES:
                 if len(self._buffer) > MAX_HEAD_BYTES:
@@ -217,12 +217,16 @@ class Connection(asyncio.Protocol):
             self._in_head = False
             head, self._buffer = self._buffer[:end], self._buffer[end + 4 :]
             self._answer(head)
-        if self._transport is not None and not self._transport.is_closing() and len(self._buffer) <= MAX_AHEAD_BYTES:
+        if self._transport is not None and self._is_writable() and len(self._buffer) <= MAX_AHEAD_BYTES:
             self._transport.resume_reading()
+
+    def _is_writable(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
 
     def _answer(self, head: bytes) -> None:
         try:
             request = parse_head(head, self)
+            self._closes = _asks_to_close(request.headers.get("connection"))
             found = self._server.handle(request)
         except Refused as refused:
             found = refuse(refused)
@@ -255,14 +259,20 @@ class Connection(asyncio.Protocol):
         _count(answer.status).inc()
         if transport is None:
             return
-        more = answer.more + b"Connection: close\r\n" if answer.ends else answer.more
+        ends = answer.ends or self._closes
+        more = answer.more + b"Connection: close\r\n" if ends else answer.more
         transport.write(
             b"%b%bContent-Type: %b\r\nContent-Length: %d\r\n%b\r\n%b"
             % (_STATUS[answer.status], self._server.date, answer.media, len(answer.body), more, answer.body)
         )
-        if answer.ends:
+        if ends:
             self._buffer = b""
             transport.close()
+
+
+def _asks_to_close(connection: str | None) -> bool:
+    """connection: the header."""
+    return connection is not None and "close" in [one.strip().lower() for one in connection.split(",")]
 
 
 @lru_cache
@@ -285,7 +295,7 @@ def parse_head(head: bytes, connection: Connection) -> Request:
             raise _bad("A header is malformed.")
         lower = name.decode().lower()
         if lower in headers:
-            if lower in ("host", "content-length", "transfer-encoding", "authorization"):
+            if lower in ("host", "content-length", "transfer-encoding", "authorization", "connection"):
                 raise _bad(f"The header {lower} is repeated.")
             continue
         headers[lower] = value.strip(b" \t").decode("latin-1")

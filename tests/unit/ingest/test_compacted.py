@@ -39,6 +39,28 @@ async def test_a_tombstone_is_an_event_without_data() -> None:
         assert set(service.values("plain")) == {b"null", b'{"x":null}', b"0"}
 
 
+async def test_the_text_null_is_data() -> None:
+    """Broken: a customer whose name is `null` deletes a row."""
+    texts = [
+        cloud("a", data="null", datacontenttype="text/plain"),
+        cloud("b", data_base64="bnVsbA==", datacontenttype="text/plain"),
+        cloud("c", data="null"),
+    ]
+    async with running(streams=STREAMS) as service:
+        assert (await service.post(orjson.dumps(texts), "accounts", media=BATCH)).status == 200
+        for key, media, body in (
+            ("d", "text/plain", b"null"),
+            ("e", "application/json", b" null"),
+            ("f", "text/plain", b""),
+        ):
+            headers = {f"ce-{name}": str(value) for name, value in cloud(key).items()}
+            reply = await service.send(make_request("/v1/streams/accounts/events", body, media=media, **headers))
+            assert reply.status == 200, reply.body
+        found = {record.key: record.value for record in service.stored("accounts")}
+        expected = {b"a": b"null", b"b": b"null", b"c": b'"null"', b"d": b"null", b"e": None, b"f": None}
+        assert found == expected
+
+
 async def test_deleting_a_key() -> None:
     """Broken: a client deletes another key than it named, or gets an answer before the tombstone is durable."""
     async with running(streams=STREAMS) as service:

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from services.core.broker.contract import TopicSpec
-from services.core.broker.log import topics
+from services.core.broker.log import retention, topics
 from services.core.broker.log.clock import WallClock
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.row_format import pack_all
@@ -23,6 +25,18 @@ class SetClock(WallClock):
 
     def now_ms(self) -> int:
         return self.now
+
+
+class SetBoot:
+    """The machine's own time, which a test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.boot = 5_000, 1
+        monkeypatch.setattr(retention, "boot_ms", lambda: self.now)
+        monkeypatch.setattr(retention, "boot_id", lambda: f"boot {self.boot}")
+
+    def restart(self) -> None:
+        self.now, self.boot = 5_000, self.boot + 1
 
 
 def record(number: int, size: int = 0) -> Record:

@@ -11,6 +11,7 @@ import apsw
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import REGISTRY
 
 from services.core.broker.errors import DataDamaged, NewerFormat
 from services.core.broker.log import compaction, sqlite_file
@@ -18,15 +19,16 @@ from services.core.broker.log.blocking import read_range
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.groups import GroupPosition, GroupsFile
 from services.core.broker.log.repair import repair, verify
-from services.core.broker.log.retention import enforce
+from services.core.broker.log.retention import apply_retention_once, enforce
 from services.core.broker.log.scan import TopicScan
 from services.core.broker.log.sqlite_file import DurableFile
 from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.log.topics import register_group
 from services.core.broker.record import Record, TopicPartition
-from tests.unit.log.sample import TOPIC, SetClock, make_topic, store
+from tests.unit.log.sample import TOPIC, SetBoot, SetClock, make_topic, store
 
 AGE = 1000
+DAY = 86_400_000
 
 
 def event(key: bytes | None, value: bytes | None, at: int = 0) -> Record:
@@ -108,6 +110,32 @@ def test_a_tombstone_stays_for_the_retention_after_what_it_removed(tmp_path: Pat
     assert verify(tmp_path).is_sound
 
 
+def test_a_tombstone_stays_for_the_retention_while_the_retentions_clock_catches_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it fails, a table that is away for half the retention misses a delete, because the machine was off for days before."""
+    age = 10 * DAY
+    boot = SetBoot(monkeypatch)
+    folder, clock = make_topic(tmp_path, compact=True, retention_ms=age), SetClock(100 * DAY)
+    fill(folder, clock, "aAz")
+    assert apply_retention_once(folder, clock)
+    clock.now += 20 * DAY
+    boot.restart()
+    alone_at = None
+    for _ in range(200):
+        boot.now += DAY // 2
+        clock.now += DAY // 2
+        assert apply_retention_once(folder, clock)
+        offsets = list(stored(folder))
+        if alone_at is None and 0 not in offsets:
+            alone_at = clock.now
+        if 1 not in offsets:
+            break
+    assert alone_at is not None
+    assert offsets == [2]
+    assert age <= clock.now - alone_at <= 2 * age
+
+
 def test_records_without_a_key_stay(tmp_path: Path) -> None:
     """If it fails, an event that another program wrote without a key is lost."""
     folder, clock = make_topic(tmp_path, compact=True, retention_ms=AGE), SetClock()
@@ -160,6 +188,23 @@ def test_damage_stops_the_pass_and_is_no_hole(tmp_path: Path) -> None:
     assert enforce(folder, TOPIC, clock.now_ms()) == {0: 1}
     assert list(stored(folder)) == [1, 3, 4]
     assert verify(tmp_path).is_sound
+
+
+def test_a_damaged_partition_keeps_no_other_from_compaction(tmp_path: Path) -> None:
+    """If it fails, one damaged record lets all partitions of its topic grow until the disk is full."""
+    folder, clock = make_topic(tmp_path, compact=True, retention_ms=AGE, partitions=3), SetClock()
+    for partition in range(3):
+        fill(folder, clock, "aaz", partition=partition)
+    with closing(apsw.Connection(str(folder.topic(TOPIC).db))) as connection:
+        connection.execute("UPDATE batches SET data = x'91' || substr(data, 2) || x'00' WHERE pos = 1")
+    clock.now += AGE + 1
+    labels = {"topic": TOPIC, "reason": "damaged"}
+    before = REGISTRY.get_sample_value("penstock_log_not_compacted_total", labels) or 0.0
+    with pytest.raises(DataDamaged) as raised:
+        enforce(folder, TOPIC, clock.now_ms())
+    assert {first for first, *_ in raised.value.ranges} == {0}
+    assert [list(stored(folder, partition)) for partition in (1, 2)] == [[1, 2], [1, 2]]
+    assert REGISTRY.get_sample_value("penstock_log_not_compacted_total", labels) == before + 1
 
 
 def test_a_missing_row_is_damage_and_no_removed_records(tmp_path: Path) -> None:

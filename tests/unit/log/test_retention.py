@@ -20,7 +20,7 @@ from services.core.broker.log.retention import apply_retention_once, enforce, re
 from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.log.topics import create_topic, register_group
 from services.core.broker.record import TopicPartition
-from tests.unit.log.sample import TOPIC, SetClock, make_topic, numbers, records, store
+from tests.unit.log.sample import TOPIC, SetBoot, SetClock, make_topic, numbers, records, store
 
 SOURCE = TopicPartition(TOPIC, 0)
 DAY = 86_400_000
@@ -264,18 +264,6 @@ def test_a_retention_clock_that_cannot_be_read_begins_anew(tmp_path: Path) -> No
     (tmp_path / "retention.clock").write_bytes(b"1 {")
     assert read_clock(folder, clock) == clock.now
     assert read_clock(folder, clock) == clock.now
-
-
-class SetBoot:
-    """The machine's own time, which a test moves."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.boot = 5_000, 1
-        monkeypatch.setattr(retention, "boot_ms", lambda: self.now)
-        monkeypatch.setattr(retention, "boot_id", lambda: f"boot {self.boot}")
-
-    def restart(self) -> None:
-        self.now, self.boot = 5_000, self.boot + 1
 
 
 def incarnation_of(folder: DataFolder) -> bytes:

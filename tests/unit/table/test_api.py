@@ -1,13 +1,16 @@
 """The API of a table: points, ranges, tokens, and refusals."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
+from prometheus_client import REGISTRY
 
 from services.core.keys import KeyRing, make_key
 from services.table import problems
 from services.table.app import OPENAPI
+from services.table.http_server import HEAD_S, Answer, Connection, HttpServer
 from tests.support.raw_http import Client
 from tests.unit.table.running import STREAM, make_get, running
 
@@ -138,6 +141,64 @@ async def test_bytes_that_are_no_request(tmp_path: Path, request_: bytes, status
         reply = await client.request(request_)
         assert reply.status == status
         assert reply.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("value", ["close", "Close", "keep-alive, close"])
+@pytest.mark.parametrize("path", [f"/v1/tables/{STREAM}/a", "/nothing", "waits"])
+async def test_a_client_that_asks_for_the_end_gets_it(tmp_path: Path, value: str, path: str) -> None:
+    """Broken: a client that reads to the end of the connection waits for more than a minute."""
+    async with running(tmp_path) as table:
+        await table.caught_up()
+        if path == "waits":
+            path = f"/v1/tables/{STREAM}/a?at_least={await table.put('a', b'1')}"
+        async with Client(table.port) as client:
+            reply = await client.request(make_get(path, Connection=value) + make_get("/"))
+            assert reply.headers["connection"] == "close"
+            assert await client.is_over(), "the second request is not answered"
+        async with Client(table.port) as client:
+            assert "connection" not in (await client.request(make_get(path, Connection="keep-alive"))).headers
+            assert (await client.request(make_get("/"))).status == 200
+
+
+async def test_a_head_that_comes_a_byte_at_a_time_is_cut() -> None:
+    """Broken: a client that never ends its head holds a connection for hours."""
+    server = HttpServer(lambda _: Answer(200, b"{}"), max_connections=1)
+    connection, transport, now = Connection(server), FakeTransport(), [100.0]
+    connection._loop = SimpleNamespace(time=lambda: now[0])  # type: ignore[assignment]
+    connection.connection_made(transport)  # type: ignore[arg-type]
+    connection.data_received(make_get("/") + b"G")
+    assert transport.written.startswith(b"HTTP/1.1 200")
+    assert connection.deadline == 100.0 + HEAD_S
+    while now[0] <= 100.0 + HEAD_S:
+        assert not transport.aborted
+        connection.data_received(b"E")
+        assert connection.deadline == 100.0 + HEAD_S, "a further byte prolongs it"
+        now[0] += 1
+    before = REGISTRY.get_sample_value("penstock_table_connections_cut_off_total", {"reason": "slow_head"}) or 0.0
+    connection.expire()
+    assert transport.aborted
+    cut = REGISTRY.get_sample_value("penstock_table_connections_cut_off_total", {"reason": "slow_head"})
+    assert cut == before + 1
+
+
+class FakeTransport:
+    """Takes what is written."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.aborted = False
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def resume_reading(self) -> None:
+        return
 
 
 async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:

@@ -250,23 +250,6 @@ async def test_a_full_disk_is_waited_out(tmp_path: Path, monkeypatch: pytest.Mon
         assert await rows_of(table) == {"a": 1}
 
 
-async def test_a_head_that_comes_a_byte_at_a_time_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken: a client that never ends its head holds a connection for hours."""
-    monkeypatch.setattr(http_server, "HEAD_S", 0.3)
-    labels = {"reason": "slow_head"}
-    before = REGISTRY.get_sample_value("penstock_table_connections_cut_off_total", labels) or 0.0
-    async with running(tmp_path, partitions=1) as table:
-        _, writer = await asyncio.open_connection("127.0.0.1", table.port)
-        for _ in range(300):
-            writer.write(b"G")
-            await asyncio.sleep(0.02)
-            if (REGISTRY.get_sample_value("penstock_table_connections_cut_off_total", labels) or 0.0) > before:
-                break
-        else:
-            pytest.fail("it was not cut")
-        writer.close()
-
-
 async def test_clients_that_follow_are_bounded(tmp_path: Path) -> None:
     """Broken: a thousand browsers that follow a table take its memory."""
     async with running(tmp_path, max_changes=1) as table:

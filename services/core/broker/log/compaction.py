@@ -7,7 +7,8 @@ The keeper (`retention`) runs it each minute, one process at a time. The promise
 - A record is removed only when it is older than the topic's retention, and when every group has read it or it is older than twice
   that. So a group sees of a compacted topic what it would see of any other topic.
 - A **tombstone** (a record without value) removes the older records of its key. It stays for the retention after they are gone:
-  who began to read before that, and reads faster than the retention, sees it.
+  who began to read before that, and reads faster than the retention, sees it. That is counted from the system's time to the
+  retention's, which is never later: the retention's may run twice as fast while it catches up, and would halve it.
 - The last row of a partition stays as it is, so the end never moves back.
 
 A pass reads the part of a partition that is not compacted yet (**dirty**), at most _MAX_KEYS keys at once, and remembers the
@@ -72,12 +73,19 @@ class Progress(NamedTuple):
 
 
 def compact(
-    store: TopicStore, partition: int, unread: int | None, now_ms: int, stop: threading.Event | None = None
+    store: TopicStore,
+    partition: int,
+    unread: int | None,
+    now_ms: int,
+    stop: threading.Event | None = None,
+    *,
+    system_ms: int | None = None,
 ) -> int:
     """Compact one partition; gives the number of removed records. unread: the first offset that a group has still to read.
 
-    For one process at a time. stop: when it is set, the rest is left to the next pass. Raises DataDamaged, Unavailable,
-    StorageFull, OutcomeUnknown; what was done until then is durable.
+    now_ms: the retention's time. system_ms: the system's; None: the same. For one process at a time. stop: when it is set, the
+    rest is left to the next pass. Raises DataDamaged, Unavailable, StorageFull, OutcomeUnknown; what was done until then is
+    durable.
     """
     head = store.heads()[partition]
     age = store.meta.retention_ms or 0
@@ -87,7 +95,7 @@ def compact(
     if not is_due and not _is_dirty(store, partition, head, progress, limit, now_ms - _LATEST * age):
         return 0
     newest, end = _find_newest(store, partition, max(head.start, progress.clean), max(limit, progress.clean))
-    work = _Pass(store, partition, newest, now_ms, age)
+    work = _Pass(store, partition, newest, now_ms, age, max(now_ms, system_ms or 0))
     for rows in _runs(store, partition, head.start, end):
         if stop is not None and stop.is_set():
             return work.removed
@@ -97,10 +105,14 @@ def compact(
 
 
 class _Pass:
-    """One pass over a partition. newest: the newest offset by the digest of the key, of the dirty part."""
+    """One pass over a partition. newest: the newest offset by the digest of the key, of the dirty part. since: from when on (ms)
+    tombstones count that are alone now."""
 
-    def __init__(self, store: TopicStore, partition: int, newest: dict[bytes, int], now_ms: int, age: int) -> None:
+    def __init__(
+        self, store: TopicStore, partition: int, newest: dict[bytes, int], now_ms: int, age: int, since: int
+    ) -> None:
         self._store, self._partition, self._newest, self._now, self._age = store, partition, newest, now_ms, age
+        self._since = since
         self.removed, self.kept = 0, 0
         self.due_ms: int | None = None
         self._unsaved = 0
@@ -132,7 +144,7 @@ class _Pass:
                     if self._newest.get(_digest(record.key), -1) > offset:
                         continue
                     if record.value is None:
-                        since = block.cleaned.get(offset, self._now)
+                        since = block.cleaned.get(offset, self._since)
                         if self._now - since >= self._age and offset in block.cleaned:
                             continue
                         cleaned[offset] = since

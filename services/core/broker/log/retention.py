@@ -28,7 +28,7 @@ from zlib import crc32
 import msgspec
 import structlog
 
-from services.core.broker.errors import BrokerError, Unavailable, UnknownTopic
+from services.core.broker.errors import BrokerError, DataDamaged, StorageFull, Unavailable, UnknownTopic
 from services.core.broker.log.clock import WallClock, boot_id, boot_ms
 from services.core.broker.log.compaction import compact
 from services.core.broker.log.data_folder import DataFolder
@@ -37,7 +37,7 @@ from services.core.broker.log.row_format import MAX_OFFSET, row_position
 from services.core.broker.log.sqlite_file import classified
 from services.core.broker.log.topic_store import Head, TopicStore, first_row_from
 from services.core.broker.log.topics import topic_names
-from services.core.metrics import LOG_COMPACTED, LOG_RETENTION_BEHIND
+from services.core.metrics import LOG_COMPACTED, LOG_NOT_COMPACTED, LOG_RETENTION_BEHIND
 
 _DELETE_ROWS = 64
 """Per transaction, so that appends never wait long for the write lock."""
@@ -45,6 +45,7 @@ _PASS_MS = 60_000
 """How long `held_off` waits for a pass under way."""
 _UNREAD_FACTOR = 2
 """Unread records of a group are kept this many times as long as others."""
+_REASONS: dict[type[BrokerError], str] = {DataDamaged: "damaged", StorageFull: "storage_full"}
 
 log = structlog.get_logger()
 
@@ -105,12 +106,12 @@ def held_off(folder: DataFolder) -> Iterator[None]:
 
 
 def _enforce_all(folder: DataFolder, clock: WallClock, stop: threading.Event) -> None:
-    now_ms = read_clock(folder, clock)
+    now_ms, system_ms = read_clock(folder, clock), clock.now_ms()
     for topic in topic_names(folder):
         if stop.is_set():
             return
         try:
-            removed = enforce(folder, topic, now_ms, stop)
+            removed = enforce(folder, topic, now_ms, stop, system_ms=system_ms)
         except UnknownTopic:  # it was deleted meanwhile, or is not there yet
             continue
         except BrokerError as error:
@@ -120,10 +121,18 @@ def _enforce_all(folder: DataFolder, clock: WallClock, stop: threading.Event) ->
             log.info("retention_removed", topic=topic, records=sum(removed.values()))
 
 
-def enforce(folder: DataFolder, topic: str, now_ms: int, stop: threading.Event | None = None) -> dict[int, int]:
+def enforce(
+    folder: DataFolder,
+    topic: str,
+    now_ms: int,
+    stop: threading.Event | None = None,
+    *,
+    system_ms: int | None = None,
+) -> dict[int, int]:
     """Apply the topic's retention, or compact it; gives the number of removed records of each partition that lost any.
 
-    now_ms: the time of `read_clock`. stop: as in `apply_retention_once`. Raises UnknownTopic, DataDamaged, Unavailable.
+    now_ms: the time of `read_clock`. stop: as in `apply_retention_once`. system_ms: of the system's clock; None: the same.
+    Raises UnknownTopic, DataDamaged, Unavailable; of a compacted topic, all partitions that can be compacted are then.
     """
     removed: dict[int, int] = {}
     with closing(TopicStore.open(folder, topic)) as store, classified(topic):
@@ -131,7 +140,7 @@ def enforce(folder: DataFolder, topic: str, now_ms: int, stop: threading.Event |
             return removed
         unread = first_unread(folder, topic, store.meta, store.groups())
         if store.meta.compact:
-            return _compact_all(store, unread, now_ms, stop)
+            return _compact_all(store, unread, now_ms, stop, system_ms)
         for partition, head in enumerate(store.heads()):
             start = _find_start(store, partition, head, unread[partition], now_ms)
             if start > head.start:
@@ -141,13 +150,28 @@ def enforce(folder: DataFolder, topic: str, now_ms: int, stop: threading.Event |
 
 
 def _compact_all(
-    store: TopicStore, unread: Sequence[int | None], now_ms: int, stop: threading.Event | None
+    store: TopicStore,
+    unread: Sequence[int | None],
+    now_ms: int,
+    stop: threading.Event | None,
+    system_ms: int | None,
 ) -> dict[int, int]:
-    removed = {}
+    """Raises the error of the first partition that cannot be compacted, after the others."""
+    removed: dict[int, int] = {}
+    failed: list[BrokerError] = []
     for partition in range(store.meta.partitions):
-        if count := compact(store, partition, unread[partition], now_ms, stop):
+        try:
+            count = compact(store, partition, unread[partition], now_ms, stop, system_ms=system_ms)
+        except BrokerError as error:
+            LOG_NOT_COMPACTED.labels(store.topic, _REASONS.get(type(error), "unavailable")).inc()
+            log.warning("partition_not_compacted", topic=store.topic, partition=partition, error=str(error))
+            failed.append(error)
+            continue
+        if count:
             removed[partition] = count
             LOG_COMPACTED.labels(store.topic).inc(count)
+    if failed:
+        raise failed[0]
     return removed
 
 
