@@ -22,6 +22,7 @@ from services.core.broker.log import LogBroker
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
+from services.core.offset_token import mark_of
 from tests.support.ports import free_port
 
 STREAM, PARTITIONS = "accounts", 4
@@ -88,7 +89,7 @@ async def measure_reads(process: psutil.Process, port: int, keys: int) -> tuple[
     return count / (time.monotonic() - start), count / cpu
 
 
-async def measure_writes(producer: Producer, port: int, count: int) -> list[float]:
+async def measure_writes(producer: Producer, port: int, count: int, topic: str) -> list[float]:
     """Milliseconds from the acknowledgement of each write to the answer of a read that asks for it by its token."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     found = []
@@ -96,7 +97,7 @@ async def measure_writes(producer: Producer, port: int, count: int) -> list[floa
         name = key(number)
         (part,) = (await producer.send(STREAM, [Record(name, VALUE % name, 1)])).parts
         start = time.monotonic()
-        token = b"%d:%d" % (part.partition, part.last)
+        token = b"%b.%d:%d" % (topic.encode(), part.partition, part.last)
         writer.write(
             b"GET /v1/tables/%b/%b?at_least=%b HTTP/1.1\r\nHost: localhost\r\n\r\n" % (STREAM.encode(), name, token)
         )
@@ -133,6 +134,7 @@ async def run(keys: int) -> None:
         async with LogBroker.open(str(path / "log")) as broker, Producer(broker.appender) as producer:
             await broker.admin.create_topic(TopicSpec(STREAM, PARTITIONS, retention_ms=7 * 86_400_000, compact=True))
             await fill(producer, keys)
+            topic = mark_of(await broker.admin.incarnation(STREAM))
             port, floor_port = free_port(), free_port()
             arguments = ["--broker", f"log://{path}/log", "--pipes", f"{path}/pipes.yaml", "--data", f"{path}/tables"]
             start = time.monotonic()
@@ -160,7 +162,7 @@ async def run(keys: int) -> None:
                         f"{os.getloadavg()[0]:.1f}"
                     )
                 for _ in range(3):
-                    times = await measure_writes(producer, port, 300)
+                    times = await measure_writes(producer, port, 300, topic)
                     print(
                         f"write to readable, ms: P50 {times[150]:.1f}, P99 {times[296]:.1f}; load {os.getloadavg()[0]:.1f}"
                     )

@@ -17,6 +17,7 @@ from services.core.broker.errors import BrokerClosed, BrokerError, Overloaded, U
 from services.core.broker.producer import Producer, SendResult
 from services.core.key_marks import KeyMarker
 from services.core.keys import ApiKey
+from services.core.offset_token import format_token
 from services.ingest import problems
 from services.ingest.access import Access, check_query, unknown_stream
 from services.ingest.answer import RETRY_AFTER_S, Answer, answer, find_failures, refuse
@@ -138,8 +139,8 @@ class Endpoint:
             intake.tally.refused([refusal.kind.name for refusal in refused])
         ids = [prepared.ids[row].decode() for row in stored] if wants_ids else None
         answered = answer(len(stored), refused, retry_after, ids)
-        if intake.compact and stored and result is not None:
-            return msgspec.structs.replace(answered, headers={**answered.headers, TOKEN: _make_token(result)})
+        if intake.topic and stored and result is not None:
+            return msgspec.structs.replace(answered, headers={**answered.headers, TOKEN: _make_token(intake, result)})
         return answered
 
     async def _store(self, intake: Intake, prepared: Prepared, arrival: int) -> SendResult:
@@ -228,9 +229,9 @@ def _read_key(text: str) -> str:
         raise Refused(problems.BAD_KEY, "The key in the path is not percent-encoded UTF-8.") from None
 
 
-def _make_token(result: SendResult) -> bytes:
-    """The offset token of a write (docs/tables.md): partition:offset of the last stored record of each partition."""
-    return b",".join([b"%d:%d" % (part.partition, part.last) for part in result.parts if part.last >= 0])
+def _make_token(intake: Intake, result: SendResult) -> bytes:
+    """The offset token of a write (docs/tables.md)."""
+    return format_token(intake.topic, {part.partition: part.last + 1 for part in result.parts}).encode()
 
 
 def _count(intake: Intake, prepared: Prepared, stored: Sequence[int], arrival: int) -> None:

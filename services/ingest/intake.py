@@ -90,6 +90,8 @@ class Intake:
     def __init__(self, name: str, stream: Stream, rotate: Callable[[str, int], int]) -> None:
         self.name = name
         self.partitions = 0
+        self.topic = ""
+        """The mark of its topic in offset tokens, where it is compacted."""
         self.tally = Tally(name)
         self.origins = Origins()
         self.ledger: StreamLedger | None = None

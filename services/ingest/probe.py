@@ -13,6 +13,7 @@ from services.core.broker.errors import BrokerError, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.ledger.report import TELEMETRY
 from services.core.lifecycle import run_until, wait_for_stop
+from services.core.offset_token import mark_of
 from services.core.provision import require_safe_topics
 from services.ingest.intake import Intake
 
@@ -71,6 +72,8 @@ class Probe:
             async with asyncio.timeout(2 * TIMEOUT_S if intake.partitions else FIRST_S):
                 if not intake.partitions:
                     await self._prepare(intake)
+                if intake.compact:
+                    intake.topic = mark_of(await self._broker.admin.incarnation(intake.name))
                 intake.partitions = await self._producer.partition_count(intake.name)
                 await self._broker.probe(intake.name, timeout=TIMEOUT_S)
         except UnknownTopic:

@@ -1,23 +1,22 @@
 """The API: point reads, ranges, and changes as server-sent events. A point read of a table that has its token is answered at
 once; whatever waits is a coroutine of the connection.
 
-An offset token says how far a client, or a table, knows a stream: `0:12,3:40` or `0:12,3:40@1764257000000`. It is
-`partition:offset` of the last record, for some partitions; of the others nothing is known. Behind the @: the time, in ms, up to
-which everything is known. A client that comes back later than tombstones are kept has perhaps missed some.
+Each token names its topic (`services.core.offset_token`). One of a topic that was deleted is refused, never answered with the
+events of the next one.
 """
 
 import asyncio
 import base64
 import math
-import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 import orjson
 
 from services.core import metrics
 from services.core.broker.errors import BrokerError, OffsetOutOfRange
+from services.core.offset_token import Token, format_token, parse_token
 from services.table import problems
 from services.table.access import Access, unknown_table
 from services.table.follower import Applied, Follower
@@ -29,36 +28,9 @@ MAX_KEY_BYTES = 1024
 MAX_LIMIT, DEFAULT_LIMIT = 1000, 100
 MAX_RANGE_BYTES = 1 << 20
 HEARTBEAT_S = 15.0
-MAX_TOKEN_BYTES = 8192
-_TOKEN = re.compile(r"(?:(\d{1,4}:\d{1,19}(?:,\d{1,4}:\d{1,19})*)?)(?:@(\d{1,15}))?")
 _STREAM = b"text/event-stream"
 _TABLES = "/v1/tables/"
 _ROOT = orjson.dumps({"service": "penstock table", "openapi": "/openapi.json"})
-
-
-class Token(NamedTuple):
-    """ends: by partition, the offset of the last record. at_ms: None without a time."""
-
-    ends: dict[int, int]
-    at_ms: int | None = None
-
-
-def parse_token(text: str) -> Token | None:
-    """None when it is no token. Of a partition that is named twice the higher offset counts."""
-    match = _TOKEN.fullmatch(text) if len(text) <= MAX_TOKEN_BYTES else None
-    if match is None:
-        return None
-    ends: dict[int, int] = {}
-    for part in match[1].split(",") if match[1] else ():
-        partition, _, offset = part.partition(":")
-        ends[int(partition)] = max(int(offset), ends.get(int(partition), 0))
-    return Token(ends, None if match[2] is None else int(match[2]))
-
-
-def format_token(nexts: Mapping[int, int], at_ms: int | None = None) -> str:
-    """nexts: by partition, the offset behind the last record; 0: there is none yet."""
-    ends = ",".join([f"{partition}:{offset - 1}" for partition, offset in sorted(nexts.items()) if offset])
-    return ends if at_ms is None else f"{ends}@{at_ms}"
 
 
 class Api:
@@ -106,7 +78,7 @@ class Api:
         if not request.query:
             return self._get(follower, key, request)
         wanted = _read_query(request.query, {"at_least": _token}).get("at_least")
-        if wanted is None or follower.has(wanted.ends):
+        if wanted is None or _has(follower, wanted):
             return self._get(follower, key, request)
         return self._get_later(follower, key, wanted, request)
 
@@ -122,7 +94,7 @@ class Api:
             raise _damaged(follower, rebuild) from None
         if row is None:
             raise Refused(problems.KEY_NOT_FOUND, "No event of the stream has this key, or its newest one deleted it.")
-        tag = f'"{row.partition}:{row.offset}"'
+        tag = f'"{follower.topic}.{row.partition}:{row.offset}"'
         more = b"ETag: %b\r\n" % tag.encode()
         if request.headers.get("if-none-match") == tag:
             return Answer(304, b"", more=more)
@@ -140,7 +112,7 @@ class Api:
                 raise Refused(problems.BAD_PARAMETER, "With changes_after only prefix is known.")
             return self._changes(follower, asked, request)
         wanted: Token | None = asked.pop("at_least", None)
-        if wanted is None or follower.has(wanted.ends):
+        if wanted is None or _has(follower, wanted):
             return self._list(follower, asked)
         return self._list_later(follower, wanted, asked)
 
@@ -151,7 +123,9 @@ class Api:
     def _list(self, follower: Follower, asked: Mapping[str, Any]) -> Answer:
         store = self._open(follower)
         limit = asked.get("limit", DEFAULT_LIMIT)
-        token = format_token(follower.nexts, follower.fresh_ms)  # before the rows: they are as new, or newer
+        token = format_token(
+            follower.topic, follower.nexts, follower.fresh_ms
+        )  # before the rows: they are as new, or newer
         try:
             rows = store.scan(asked.get("prefix", b""), asked.get("after"), limit, MAX_RANGE_BYTES)
         except Rebuild as rebuild:
@@ -160,7 +134,7 @@ class Api:
         is_last = len(rows) < limit and size < MAX_RANGE_BYTES
         after = None if is_last else base64.urlsafe_b64encode(rows[-1].key).decode()
         body = b'{"rows":[%b],"next":%b,"token":"%b"}' % (
-            b",".join(map(_render_row, rows)),
+            b",".join([_render_row(row, follower.topic) for row in rows]),
             orjson.dumps(after),
             token.encode(),
         )
@@ -173,6 +147,8 @@ class Api:
         last = request.headers.get("last-event-id")
         token: Token | None = asked.get("changes_after") if last is None else _token(last)
         self._open(follower)
+        if token is not None:
+            await self._check_topic(follower, token)
         if token is not None and token.at_ms is not None and now_ms() - token.at_ms >= follower.max_age_ms:
             detail = "Tombstones since the token may be gone. Read the whole table again, and go on from its token."
             raise Refused(problems.TOKEN_EXPIRED, detail)
@@ -199,7 +175,7 @@ class Api:
     ) -> None:
         """fresh: the time (ms) up to which the client knows everything; None: not known. While it reads old changes it is behind
         the table, and may miss a tombstone that the table has seen."""
-        connection, built = request.connection, follower.built
+        connection, built, topic = request.connection, follower.built, follower.topic
         idle_s = min(HEARTBEAT_S, follower.max_age_ms / 4000)
         while connection.is_open:
             moved, table_fresh = False, follower.fresh_ms
@@ -214,7 +190,7 @@ class Api:
                     continue
                 moved = True
                 begin, nexts[partition] = nexts[partition], piece.next
-                await connection.write(_render_changes(piece, begin, prefix, format_token(nexts, fresh).encode()))
+                await connection.write(_render_changes(piece, begin, prefix, topic, format_token(topic, nexts, fresh)))
             if (reason := self._why_end(follower, built, fresh, request)) is not None:
                 await connection.write(_end(reason))
                 return
@@ -247,6 +223,7 @@ class Api:
 
     async def _reach(self, follower: Follower, wanted: Token) -> None:
         """Wait until the table has the token. Raises Refused."""
+        await self._check_topic(follower, wanted)
         waiting = follower.reach(wanted.ends)
         if waiting is None:
             raise Refused(problems.BUSY, "Too many clients wait for a token.", retry_after=1)
@@ -260,6 +237,26 @@ class Api:
                 raise _unknown_token() from None
             detail = f"The table did not reach the token within {self._wait:g} s."
             raise Refused(problems.NOT_REACHED, detail, retry_after=1) from None
+
+    async def _check_topic(self, follower: Follower, token: Token) -> None:
+        """Raises Refused for a token of another topic than the table's: 410 when the broker says that the table's is the present
+        one, 503 when the table has not noticed the new one yet."""
+        if token.topic in ("", follower.topic):
+            return
+        try:
+            is_present = follower.store is not None and await follower.is_present()
+        except BrokerError:
+            is_present = False
+        if not is_present:
+            detail = f"{follower.stream}: the token is of another topic, and the table is not built from it yet."
+            raise Refused(problems.NOT_READY, detail, retry_after=2)
+        if token.topic != follower.topic:
+            detail = "The stream was deleted and created again. Read the whole table again, and go on from its token."
+            raise Refused(problems.TOKEN_GONE, detail)
+
+
+def _has(follower: Follower, wanted: Token) -> bool:
+    return wanted.topic in ("", follower.topic) and follower.has(wanted.ends)
 
 
 async def _read_piece(follower: Follower, partition: int, offset: int) -> Applied | None:
@@ -276,7 +273,7 @@ async def _read_piece(follower: Follower, partition: int, offset: int) -> Applie
 
 def _unknown_token() -> Refused:
     return Refused(
-        problems.TOKEN_UNKNOWN, "The token names an offset that the stream does not have. Perhaps it was created again."
+        problems.TOKEN_UNKNOWN, "The token names an offset that the stream does not have. Read the whole table again."
     )
 
 
@@ -290,10 +287,11 @@ def _end(reason: str) -> bytes:
     return b'event: end\ndata: {"reason":"%b"}\n\n' % reason.encode()
 
 
-def _render_row(row: Row) -> bytes:
-    return b'{%b,%b,"token":"%d:%d"}' % (
+def _render_row(row: Row, topic: str) -> bytes:
+    return b'{%b,%b,"token":"%b.%d:%d"}' % (
         _render_key(row.key),
         _render_value(row.value, row.media),
+        topic.encode(),
         row.partition,
         row.offset,
     )
@@ -312,19 +310,19 @@ def _render_value(value: bytes, media: str | None) -> bytes:
     return b'"media":%b,"value_base64":"%b"' % (orjson.dumps(media), base64.b64encode(value))
 
 
-def _render_changes(piece: Applied, begin: int, prefix: bytes, ident: bytes) -> bytes:
+def _render_changes(piece: Applied, begin: int, prefix: bytes, topic: str, token: str) -> bytes:
     """The events of a piece from offset `begin` on. Only the last one has the id: the others are sent again after a cut."""
     changes: Sequence[Change] = [
         change for change in piece.changes if change.offset >= begin and change.key.startswith(prefix)
     ]
-    parts = []
+    parts, mark, ident = [], topic.encode(), token.encode()
     for change in changes:
         what = b"delete" if change.value is None else b"put"
         body = b"{" + _render_key(change.key)
         if change.value is not None:
             body += b"," + _render_value(change.value, change.media)
         data = body.replace(b"\n", b" ").replace(b"\r", b" ")
-        parts.append(b'event: %b\ndata: %b,"token":"%d:%d"}\n' % (what, data, piece.partition, change.offset))
+        parts.append(b'event: %b\ndata: %b,"token":"%b.%d:%d"}\n' % (what, data, mark, piece.partition, change.offset))
     if not parts:
         return b"id: %b\n\n" % ident
     return b"\n".join(parts) + b"id: %b\n\n" % ident
@@ -376,5 +374,8 @@ def _limit(text: str) -> int:
 def _token(text: str) -> Token:
     found = parse_token(text)
     if found is None:
-        raise Refused(problems.BAD_PARAMETER, "The token is not one: partition:offset, joined by commas.")
+        raise Refused(
+            problems.BAD_PARAMETER,
+            "The token is not one: a mark of the topic, a dot, and partition:offset joined by commas.",
+        )
     return found

@@ -24,6 +24,7 @@ from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRan
 from services.core.broker.record import Batch, Record
 from services.core.event import CONTENT_TYPE
 from services.core.lifecycle import wait_for_stop
+from services.core.offset_token import mark_of
 from services.core.progress import Step, Turns
 from services.table.store import FORMAT, Change, Meta, Position, Rebuild, Store, now_ms
 
@@ -58,6 +59,8 @@ class Follower:
         self.max_age_ms = max_age_ms
         self.store: Store | None = None
         """None until the table is open, and while it is built again after damage."""
+        self.topic = ""
+        """The mark of the topic in tokens, while the table is open."""
         self.nexts: dict[int, int] = {}
         """By partition, the offset behind what is in the table."""
         self.ends: dict[int, int] = {}
@@ -78,6 +81,7 @@ class Follower:
         self._checked_at = float("-inf")
         self._saved = 0
         self._rebuild: Rebuild | None = None
+        self._asking = asyncio.Lock()
         metrics.TABLE_RECORDS.labels(stream)  # 0, not nothing: an alert compares it
 
     # For readers.
@@ -143,6 +147,15 @@ class Follower:
         except TimeoutError:
             return
 
+    async def is_present(self) -> bool:
+        """Whether the broker has no other topic of this name by now. Callers wait for each other. Raises BrokerError kinds."""
+        async with self._asking:
+            found = await self._broker.admin.incarnation(self.stream)
+        if mark_of(found) == self.topic:
+            return True
+        self._checked_at = float("-inf")
+        return False
+
     def damaged(self, rebuild: Rebuild) -> None:
         """A reader has found the file damaged: build it again."""
         self._rebuild = rebuild
@@ -169,7 +182,7 @@ class Follower:
 
     async def close(self) -> None:
         """Close the file, after `run`."""
-        store, self.store = self.store, None  # at once: readers must not meet a closed file
+        store, self.store, self.topic = self.store, None, ""  # at once: readers must not meet a closed file
         if store is not None:
             await self._blocking(store.close)
 
@@ -190,7 +203,7 @@ class Follower:
         meta = Meta(FORMAT, self.stream, await self._broker.admin.incarnation(self.stream))
         store = await self._blocking(lambda: Store(self._path, meta))
         positions = await self._blocking(store.positions)
-        self.store = store
+        self.store, self.topic = store, mark_of(meta.incarnation)
         self.nexts = {p: position.next for p, position in positions.items()}
         self.fresh = {p: position.fresh_ms for p, position in positions.items()}
         metrics.TABLE_KEYS.labels(self.stream).set(await self._blocking(store.count))

@@ -11,6 +11,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.broker.retry import AppendPolicy
 from services.core.key_marks import KeyMarker
+from services.core.offset_token import mark_of
 from services.core.pipes import Stream
 from services.ingest.access import Access
 from services.ingest.app import OPENAPI
@@ -76,6 +77,7 @@ async def running(
             for name, intake in intakes.items():
                 appender.create(name)
                 intake.partitions = 4
+                intake.topic = mark_of(name) if intake.compact else ""
             marker = KeyMarker(producer, cast("Reader", None), "ingest")
             endpoint = Endpoint(intakes, producer, marker, access, limits, _OPENAPI, executor, ["invoices"])
             server = HttpServer(endpoint.handle, timeouts=Timeouts(30, 30, 30), max_connections=50, max_in_flight=10**7)

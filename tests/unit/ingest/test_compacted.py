@@ -2,6 +2,7 @@
 
 import orjson
 
+from services.core.offset_token import mark_of, parse_token
 from services.core.pipes import Stream
 from tests.support.raw_http import make_request
 from tests.unit.ingest.service import running
@@ -87,8 +88,10 @@ async def test_the_answer_has_a_token() -> None:
     """Broken: a client cannot wait for its own write, or each answer of every stream carries a header that nobody asked for."""
     async with running(streams=STREAMS) as service:
         reply = await service.post(orjson.dumps([{"id": f"k{number}"} for number in range(50)]), "accounts")
-        parts = [part.split(":") for part in reply.headers["penstock-token"].split(",")]
-        ends = {int(partition): int(offset) for partition, offset in parts}
+        token = parse_token(reply.headers["penstock-token"])
+        assert token is not None
+        assert token.topic == mark_of("accounts")
+        ends = token.ends
         stored = {p: len(service.appender.topics["accounts"][p]) for p in ends}
         assert ends == {partition: count - 1 for partition, count in stored.items()}
         assert sum(stored.values()) == 50

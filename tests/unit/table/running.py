@@ -12,6 +12,7 @@ from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Headers, Record
+from services.core.offset_token import mark_of
 from services.table.access import Access
 from services.table.api import Api
 from services.table.follower import Follower
@@ -36,7 +37,11 @@ class Table:
         """Append an event; gives its token."""
         result = await self.producer.send(STREAM, [Record(key.encode(), value, 1, headers)])
         result.raise_first()
-        return f"{result.parts[0].partition}:{result.parts[0].last}"
+        return f"{await self.topic()}.{result.parts[0].partition}:{result.parts[0].last}"
+
+    async def topic(self) -> str:
+        """The mark of the topic in tokens."""
+        return mark_of(await self.broker.admin.incarnation(STREAM))
 
     async def get(self, path: str = "", **headers: str) -> Reply:
         """path: behind the table's own."""
