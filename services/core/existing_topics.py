@@ -52,10 +52,10 @@ NOT_TEXT = "the value is not text in UTF-8"
 NUMBER = r"[0-9]{1,15}([.][0-9]{1,9})?"
 """A header with a time as a number."""
 MOMENT = (
-    r"[1-9][0-9]{3}-[0-9]{2}-[0-9]{2}[Tt ]([01][0-9]|2[0-3]):[0-9]{2}(:[0-9]{2}([.][0-9]{1,9})?)?"
+    r"[1-9][0-9]{3}-[0-9]{2}-[0-9]{2}[Tt ]([01][0-9]|2[0-3]):[0-9]{2}:[0-9]{2}([.][0-9]{1,9})?"
     r"([Zz]|[+-](0[0-9]|1[0-7]):?[0-5][0-9]|[+-]18:?00)"
 )
-"""RFC 3339 with an offset, also without seconds. Python and Java read more, and differ in it. Java has offsets to 18 hours."""
+"""RFC 3339. Python and Java read more, and differ in it. Java has offsets to 18 hours."""
 LARGEST_INTEGER = (1 << 63) - 1
 """Of ids, keys and types."""
 

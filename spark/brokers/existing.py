@@ -198,7 +198,7 @@ def _millis_of(value: _Value) -> Column:
     """Null when it is no time."""
     number = value.text.try_cast("double")
     scaled = f.rint(f.when(f.abs(number) < SECONDS_BELOW, number * 1000).otherwise(number)).try_cast("bigint")
-    moment = f.unix_millis(f.when(value.text.rlike(_MOMENT), value.text.try_cast("timestamp")))
+    moment = f.unix_millis(f.when(value.text.rlike(_MOMENT), f.upper(value.text).try_cast("timestamp")))
     return f.when(value.is_number, scaled).otherwise(moment)
 
 
