@@ -299,7 +299,9 @@ async def test_retention_ends_with_the_broker(tmp_path: Path, monkeypatch: pytes
     of a process."""
     begun, ended, loop = asyncio.Event(), list[str](), asyncio.get_running_loop()
 
-    def enforce(_folder: DataFolder, topic: str, _now_ms: int, stop: threading.Event) -> dict[int, int]:
+    def enforce(
+        _folder: DataFolder, topic: str, _now_ms: int, stop: threading.Event, *, system_ms: int
+    ) -> dict[int, int]:
         loop.call_soon_threadsafe(begun.set)
         if stop.wait(DEADLINE):
             ended.append(topic)
