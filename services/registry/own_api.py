@@ -275,7 +275,8 @@ class OwnApi:
         )
         warnings = [str(one) for one in protocol.warnings]
         if only_check:
-            return json_answer({"protocol": full_name, "compatible": True, "subjects": names, "warnings": warnings})
+            found = {"compatible": True, "differences": []}
+            return json_answer({"protocol": full_name, **found, "subjects": names, "warnings": warnings})
         registered = [
             {"subject": name, "version": version.number, "id": version.schema.id}
             for (name, _), version in zip(types, versions, strict=True)

@@ -180,6 +180,9 @@ CHECKS = (
     Check("table-old", "PenstockTableOld", transforms.find_old_tables),
     Check("table-clients-cut", "PenstockStreamTableClientsCut", tables.find_cut),
     Check("schemas-damaged", "PenstockSchemasDamaged", processes.find_damaged_schemas),
+    Check(
+        "schema-store-away", "PenstockSchemaStoreAway", processes.find_schema_store, frozenset(("processes-not-ready",))
+    ),
     Check("disk-nearly-full", "PenstockDiskFills", machine.find_little_room),
     Check("certificate-expires", "PenstockCertificateExpires", expiry.find_expiring),
     Check("token-expires", "PenstockTokenExpires", expiry.find_expiring_tokens),

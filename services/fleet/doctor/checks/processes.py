@@ -281,3 +281,16 @@ def find_damaged_schemas(facts: Facts) -> Iterator[Finding]:
                 log_command(one, "registry_object_damaged"),
                 about("registry", one.name),
             )
+
+
+def find_schema_store(facts: Facts) -> Iterator[Finding]:
+    """A registry whose store does not answer. Every service has the metric; only the registry sets it."""
+    for one, _, value, _ in facts.series("penstock_registry_store_up"):
+        if one.service == "registry" and not value:
+            lines = [line for line in one.lines if line.event in ("registry_store_unavailable", "store_unavailable")]
+            yield Finding(
+                f"The store of schemas does not answer {one.name}: nothing can be registered there.",
+                [f"its log: {line.text[:300]}" for line in lines[-1:]],
+                log_command(one, "store_unavailable"),
+                about("registry", one.name),
+            )

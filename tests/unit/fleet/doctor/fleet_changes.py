@@ -8,7 +8,7 @@ import msgspec
 from services.core.group_report import GroupReport
 from services.core.scrape import Sample
 from services.fleet.doctor.facts import Facts, Instance
-from tests.unit.fleet.doctor.fleet_facts import BILLING, NOW, count, instance, line
+from tests.unit.fleet.doctor.fleet_facts import BILLING, NOW, count, instance, line, make_instance
 
 Change = Callable[[Facts], object]
 
@@ -41,6 +41,15 @@ def reports(**changes: object) -> Change:
         facts.observer.groups = (report(**changes),)
 
     return change
+
+
+def lose_schema_store(facts: Facts) -> None:
+    """Of a registry, which a fleet need not have."""
+    one = make_instance("ingest")
+    one.name, one.service = "registry-1", "registry"
+    count(one, "penstock_registry_store_up", {}, 0, 0)
+    one.lines = (line("registry_store_unavailable", error="AccessDenied"),)
+    facts.instances.append(one)
 
 
 def counted(service: str, metric: str, labels: dict[str, str], *values: float, **log: object) -> Change:

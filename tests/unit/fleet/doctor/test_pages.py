@@ -22,6 +22,7 @@ from tests.unit.fleet.doctor.fleet_changes import (
     due,
     elsewhere,
     fail_everywhere,
+    lose_schema_store,
     reports,
     silent,
     starts,
@@ -136,6 +137,7 @@ FAULTS: tuple[tuple[str, Change, str, str], ...] = (
         "schemas-damaged",
         "nothing can be registered",
     ),
+    ("SchemaStoreAway", lose_schema_store, "schema-store-away", "AccessDenied"),
     (
         "TableOld",
         counted("transform", "penstock_transform_table_age_seconds", {"table": "rates"}, 401, 406),
