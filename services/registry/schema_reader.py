@@ -61,7 +61,8 @@ class SchemaReader:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._kept: OrderedDict[int, AvroSchema] = OrderedDict()
+        self._kept: OrderedDict[int, tuple[AvroSchema, int]] = OrderedDict()
+        """By id: parsed, and the size of its text. The catalogue may be empty for a moment, when it is read again."""
         self._bytes = 0
         self._lock = threading.Lock()
 
@@ -86,16 +87,16 @@ class SchemaReader:
             found = self._kept.get(schema.id)
             if found is not None:
                 self._kept.move_to_end(schema.id)
-                return found
+                return found[0]
         stored = schema.stored
         parsed = parse_schema(stored.schema, named=self._named(stored.references))
         with self._lock:
             if schema.id not in self._kept:
-                self._kept[schema.id] = parsed
+                self._kept[schema.id] = parsed, len(stored.schema)
                 self._bytes += len(stored.schema)
             while self._bytes > MAX_KEPT_BYTES and len(self._kept) > 1:
-                oldest, _ = self._kept.popitem(last=False)
-                self._bytes -= len(self._catalog.by_id[oldest].stored.schema)
+                _, (_, size) = self._kept.popitem(last=False)
+                self._bytes -= size
         return parsed
 
     def _find(self, reference: Reference) -> Schema | None:
