@@ -18,8 +18,6 @@ from services.autoscaler.partitions import PartitionScaler
 from services.autoscaler.settings import EXECUTORS, AutoscalerSettings
 from services.autoscaler.shards.scaler import ShardScaler
 from services.core.broker.contract import Broker
-from services.core.broker.existing import NO_EXISTING
-from services.core.existing_topics import existing_topics
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.pipes import load_pipes
@@ -41,12 +39,12 @@ async def start(settings: AutoscalerSettings, supervision: Supervision) -> None:
         running = []
         if settings.groups:
             running.append(supervision.run(_scale_groups(settings, topics, stopping), "groups"))
-        rights, existing = [], NO_EXISTING
+        rights, pipes = [], None
         if settings.broker.startswith("kafka:"):
             pipes = await asyncio.to_thread(load_pipes, settings.pipes)
-            rights, existing = rights_of("autoscaler", pipes), existing_topics(pipes)
+            rights = rights_of("autoscaler", pipes)
         broker = await open_when_reachable(
-            stack, settings.broker, stopping, rights=rights, on_wait=readiness.set_reason, existing=existing
+            stack, settings.broker, stopping, rights=rights, on_wait=readiness.set_reason, pipes=pipes
         )
         if broker is not None:
             readiness.reason = None

@@ -19,6 +19,7 @@ import orjson
 
 from services.core.broker.existing import NO_EXISTING, ExistingTopics, target_name
 from services.core.broker.record import Batch, Headers, Record
+from services.core.broker.several.brokers import DEFAULT
 from services.core.event import (
     ARRIVAL,
     CE_PREFIX,
@@ -64,25 +65,35 @@ _NUMBER, _MOMENT = re.compile(NUMBER), re.compile(MOMENT)
 _EPOCH, _MILLISECOND = datetime(1970, 1, 1, tzinfo=UTC), timedelta(milliseconds=1)
 
 
-def existing_topics(pipes: PipeFile) -> ExistingTopics:
-    """The topics of others that the pipe file reads and writes."""
-    read = {name: (stream.topic, stream) for name, stream in pipes.streams.items() if stream.topic is not None}
+def existing_topics(pipes: PipeFile, on: str | None = None) -> ExistingTopics:
+    """The topics of others that the pipe file reads and writes. on: those on this broker; None: on all. Those that are written
+    are on the fleet's own."""
+    read = {
+        name: (stream.topic, stream)
+        for name, stream in pipes.streams.items()
+        if stream.topic is not None and on in (None, stream.home)
+    }
     written = {
         destination.topic.name
         for pipe in pipes.pipes.values()
         for destination in pipe.destinations
-        if destination.topic is not None
+        if destination.topic is not None and on in (None, DEFAULT)
     }
     if not read and not written:
         return NO_EXISTING
     names = {name: topic for name, (topic, _) in read.items()} | {target_name(topic): topic for topic in written}
-    return ExistingTopics(names, {topic: Translation(stream) for topic, stream in read.values()}, _own_topics(pipes))
+    return ExistingTopics(
+        names, {topic: Translation(stream) for topic, stream in read.values()}, _own_topics(pipes, on)
+    )
 
 
-def _own_topics(pipes: PipeFile) -> frozenset[str]:
+def _own_topics(pipes: PipeFile, on: str | None) -> frozenset[str]:
     """The topics of streams and pipes that are ours. Those that begin with `penstock.` are, too."""
+    streams = {name for name, stream in own_streams(pipes).items() if on in (None, stream.home)}
+    if on not in (None, DEFAULT):
+        return frozenset(streams)
     of_pipes = (output_topic, dead_letter_topic, retry_topic, parked_topic)
-    return frozenset(own_streams(pipes)).union(name(pipe) for pipe in pipes.pipes for name in of_pipes)
+    return frozenset(streams).union(name(pipe) for pipe in pipes.pipes for name in of_pipes)
 
 
 class _Misfit(ValueError):

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from services.core.broker.several.brokers import DEFAULT
 from services.core.yaml_source import KeyPath
 
 RESERVED = "penstock"
@@ -24,7 +25,13 @@ def find_broken_references(data: object) -> list[Found]:
     ]
     problems += _check_topics(streams)
     feeds: dict[str, set[str]] = {}
-    read = {topic: name for name, stream in streams.items() if (topic := _mapping(stream).get("topic")) is not None}
+    problems += _check_brokers(_mapping(_mapping(data).get("brokers")), streams)
+    problems += _check_places(pipes, streams)
+    read = {
+        topic: name
+        for name, stream in streams.items()
+        if (topic := _mapping(stream).get("topic")) is not None and _is_at_home(stream)
+    }
     for name, pipe in pipes.items():
         sources = [source for source in _items(_mapping(pipe).get("sources")) if isinstance(source, str)]
         destinations = [_mapping(destination) for destination in _items(_mapping(pipe).get("destinations"))]
@@ -92,15 +99,51 @@ def _check_deletes(
 
 def _check_topics(streams: Mapping[str, object]) -> Iterator[Found]:
     """Topics of others that are read twice, or are ours."""
-    readers: dict[str, str] = {}
+    readers: dict[tuple[object, str], str] = {}
     for name, stream in streams.items():
-        topic = _mapping(stream).get("topic")
-        if not isinstance(topic, str):
+        topic, home = _mapping(stream).get("topic"), _mapping(stream).get("on")
+        if not isinstance(topic, str) or not (home is None or isinstance(home, str)):
             continue
-        if topic in readers:
-            text = f"{topic!r} is the topic of stream {readers[topic]!r} already. Try: that stream as a source of several pipes"
+        if (home, topic) in readers:
+            text = (
+                f"{topic!r} is the topic of stream {readers[home, topic]!r} already. Try: that stream as a source of several "
+                "pipes"
+            )
             yield ("streams", name, "topic"), text
-        readers.setdefault(topic, name)
+        readers.setdefault((home, topic), name)
+
+
+def _check_brokers(brokers: Mapping[str, object], streams: Mapping[str, object]) -> Iterator[Found]:
+    """A broker with the name of the fleet's own, and streams on brokers that are not there."""
+    if DEFAULT in brokers:
+        text = f"{DEFAULT!r} is the name of the fleet's own broker, that of --broker. Try: another name"
+        yield ("brokers", DEFAULT), text
+    known = ", ".join(map(str, (DEFAULT, *brokers)))
+    for name, stream in streams.items():
+        home = _mapping(stream).get("on")
+        if isinstance(home, str) and home != DEFAULT and home not in brokers:
+            yield ("streams", name, "on"), f"{home!r} is not among brokers: {known}"
+
+
+def _check_places(pipes: Mapping[str, object], streams: Mapping[str, object]) -> Iterator[Found]:
+    """Transforms that read on another broker than the one they write to."""
+    for name, pipe in pipes.items():
+        if _mapping(pipe).get("transform") is None:
+            continue
+        for index, source in enumerate(_items(_mapping(pipe).get("sources"))):
+            stream = streams.get(source) if isinstance(source, str) else None
+            if not _is_at_home(stream):
+                text = (
+                    f"{source!r} is on broker {_mapping(stream).get('on')}. A transform reads on the fleet's own broker only: it "
+                    "writes its results there, and one query has one broker. Try: a pipe without a transform that copies "
+                    f"{source!r} into a stream without `on`, and that stream as the source here"
+                )
+                yield ("pipes", name, "sources", index), text
+
+
+def _is_at_home(stream: object) -> bool:
+    """Whether the stream is on the fleet's own broker."""
+    return _mapping(stream).get("on") in (None, DEFAULT)
 
 
 def _check_tables(named: Sequence[str], sources: Sequence[str], tables: Mapping[str, object]) -> Iterator[Found]:

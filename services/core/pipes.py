@@ -7,8 +7,10 @@ import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from services.core.broker.connect import open_broker
+from services.core.broker.several.brokers import DEFAULT
 from services.core.pipe_references import find_broken_references
 from services.core.pipe_table import Table
 from services.core.pipe_topic import FromHeader, Place, TopicName, TopicTarget
@@ -17,11 +19,23 @@ from services.core.units import Duration
 from services.core.version import newer_format
 from services.core.yaml_source import BadConfiguration, Document, Problem, load_yaml, validate_document, with_meant_keys
 
+
+def _broker_url(value: str) -> str:
+    """Raises ValueError, which quotes no secret."""
+    if value.startswith("kinesis:"):
+        raise ValueError("a stream of Kinesis lives on the fleet's own broker only. Try: --broker kinesis://region")
+    open_broker(value)
+    return value
+
+
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 LANE_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}/[a-z0-9][a-z0-9_-]{0,62}$"
 REMOVED_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}(/[a-z0-9][a-z0-9_-]{0,62})?$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 """At most 63 lower-case letters, digits, - and _. No dots: they separate the parts of topic names."""
+
+BrokerUrl = Annotated[str, AfterValidator(_broker_url), Field(max_length=2000)]
+"""The URL of a further broker."""
 
 LaneName = Annotated[str, Field(pattern=LANE_PATTERN)]
 """`pipe/destination`."""
@@ -39,6 +53,11 @@ class Stream(StrictModel):
         "reads it: it creates, changes and deletes nothing there, and ingest accepts no events for it. `id`, `key`, `time`, "
         "`type`, `format` and `tombstones` say how a record becomes an event.",
         examples=["billing.invoices"],
+    )
+    on: Name | None = Field(
+        None,
+        description="The broker of `brokers` that it lives on. Absent: the fleet's own, that of `--broker`.",
+        examples=["msk"],
     )
     partitions: int = Field(
         4,
@@ -122,6 +141,11 @@ class Stream(StrictModel):
         "here are no columns: a transform reads them from `value`, and a result made of columns does not have them.",
         examples=["carrier STRING, dep_delay INT"],
     )
+
+    @property
+    def home(self) -> str:
+        """The name of the broker that it lives on."""
+        return self.on or DEFAULT
 
     @model_validator(mode="after")
     def _fits_its_topic(self) -> Self:
@@ -373,6 +397,12 @@ class PipeFile(StrictModel):
             raise ValueError(newer_format("the pipe file", found, 1))
         return found
 
+    brokers: dict[Name, BrokerUrl] = Field(
+        default_factory=dict,
+        description="By name. Further brokers on which streams may live (`on`): the embedded log or Kafka, each by a URL as in "
+        "`--broker`. All other topics are on the fleet's own broker (docs/brokers.md).",
+        examples=[{"msk": "kafka://b-1.example.org:9098?security=/etc/penstock/msk.yaml"}],
+    )
     streams: dict[Name, Stream] = Field(
         min_length=1, description="By name. Clients send events to a stream.", examples=[{"orders": {"id": "id"}}]
     )

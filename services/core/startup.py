@@ -9,11 +9,12 @@ from contextlib import AsyncExitStack
 import structlog
 
 from services.core.backoff import Backoff
-from services.core.broker.connect import BadBrokerUrl, open_broker
+from services.core.broker.connect import BadBrokerUrl
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, DataDamaged
-from services.core.broker.existing import NO_EXISTING, ExistingTopics
 from services.core.broker.rights import Right, require_rights
+from services.core.fleet_broker import open_fleet_broker
+from services.core.pipes import PipeFile
 from services.core.provision import require_safe_topics
 from services.core.yaml_source import BadConfiguration, Problem
 
@@ -52,19 +53,19 @@ async def open_when_reachable(
     topics: Collection[str] = (),
     rights: Sequence[Right] = (),
     on_wait: Callable[[str], None] = lambda _reason: None,
-    existing: ExistingTopics = NO_EXISTING,
+    pipes: PipeFile | None = None,
 ) -> Broker | None:
     """The broker, as soon as it is reachable; `stack` closes it. None when `stopping` is set first.
 
     topics: for `require_safe_topics`. rights: it waits until our user has them. on_wait: called with the reason for waiting.
-    existing: topics of others. Raises BadConfiguration and DataDamaged: waiting does not help.
+    pipes: of a service that reads or writes streams. Raises BadConfiguration and DataDamaged: waiting does not help.
     """
     retry = Backoff(_BASE_WAIT, _MAX_WAIT)
     told: type[BrokerError] | None = None
     while not stopping.is_set():
         try:
             async with AsyncExitStack() as attempt:
-                broker = await attempt.enter_async_context(open_broker(url, existing))
+                broker = await attempt.enter_async_context(open_fleet_broker(url, pipes))
                 await require_rights(broker, rights)
                 await require_safe_topics(broker.admin, topics)
                 stack.push_async_exit(attempt.pop_all())

@@ -43,7 +43,7 @@ async def start(settings: ExpelSettings, supervision: Supervision) -> None:
             topics=touched_topics(plans),
             rights=plan.rights,
             on_wait=readiness.set_reason,
-            existing=plan.existing,
+            pipes=plan.pipes,
         )
         if broker is None:
             return

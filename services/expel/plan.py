@@ -10,9 +10,8 @@ from typing import Any
 
 from services.core import metrics
 from services.core.authorization import Authorization, Credential, NoAuthorization, SecretHeader
-from services.core.broker.connect import BadBrokerUrl, open_broker
+from services.core.broker.connect import BadBrokerUrl
 from services.core.broker.contract import Broker
-from services.core.broker.existing import NO_EXISTING, ExistingTopics
 from services.core.broker.producer import Producer
 from services.core.broker.rights import Right
 from services.core.credentials import Credentials, Held, find_secret, read_credentials, read_value, watch_credentials
@@ -21,6 +20,7 @@ from services.core.existing_topics import existing_topics
 from services.core.expected import show_expected
 from services.core.expiry import show_secret
 from services.core.file_watch import FileWatch
+from services.core.fleet_broker import open_fleet_broker
 from services.core.http_client import MAX_RESPONSE, HttpClient
 from services.core.key_marks import KeyMarker
 from services.core.ledger.report import TELEMETRY
@@ -28,7 +28,7 @@ from services.core.ledger.reporter import new_instance
 from services.core.oauth import GRANTED, MAX_TOKEN_RESPONSE, OAuthClient
 from services.core.pauses import Pauses
 from services.core.pipe_webhook import Webhook
-from services.core.pipes import Destination, Pipe, Removed, is_retried, pipe_version, read_pipes
+from services.core.pipes import Destination, Pipe, PipeFile, Removed, is_retried, pipe_version, read_pipes
 from services.core.resolver import Resolver
 from services.core.rights import rights_of
 from services.core.signing import KEY, SigningKeys, watch_secret
@@ -87,14 +87,14 @@ class LanePlan:
 class ExpelPlan:
     """lanes: of this instance. removed: the lanes of removed destinations; removed_pipes: the pipes whose lanes were all removed.
     Every instance shares these two. renames: the lane of each former name. rights: that this instance needs on the broker.
-    existing: the topics of others."""
+    pipes: the file."""
 
     lanes: list[LanePlan]
     removed: Mapping[str, Removed]
     removed_pipes: Mapping[str, Removed]
     renames: Mapping[str, str]
     rights: Sequence[Right] = ()
-    existing: ExistingTopics = NO_EXISTING
+    pipes: PipeFile | None = None
 
 
 def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
@@ -108,7 +108,7 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
     ]
     existing = existing_topics(pipes)
     try:
-        open_broker(settings.broker, existing)
+        open_fleet_broker(settings.broker, pipes)
     except BadBrokerUrl as error:
         problems.append(Problem("--broker", "", str(error)))
     if problems:
@@ -133,7 +133,7 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
     ]
     served = {plan.pipe_name: plan.pipe for plan in lanes}
     rights = rights_of("expel", pipes.model_copy(update={"pipes": served}))
-    return ExpelPlan(lanes, removed, removed_pipes(pipes), renames_of(pipes), rights, existing)
+    return ExpelPlan(lanes, removed, removed_pipes(pipes), renames_of(pipes), rights, pipes)
 
 
 def _read_keys(webhook: Webhook | None, folder: Path, environ: Mapping[str, str]) -> SigningKeys:

@@ -7,11 +7,10 @@ from pathlib import Path
 import psutil
 
 from services.core.address import parse_address
-from services.core.broker.connect import BadBrokerUrl, open_broker
+from services.core.broker.connect import BadBrokerUrl
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
-from services.core.broker.existing import NO_EXISTING
-from services.core.existing_topics import existing_topics
+from services.core.fleet_broker import open_fleet_broker
 from services.core.pipes import PipeFile
 from services.fleet.folder import FleetState, read_state
 from services.fleet.problem import CommandFailed
@@ -88,9 +87,8 @@ async def opened(url: str, pipes: PipeFile | None = None) -> AsyncIterator[Broke
 
     pipes: of a command that reads streams or their groups: it names the topics of others.
     """
-    existing = NO_EXISTING if pipes is None else existing_topics(pipes)
     try:
-        async with open_broker(url, existing) as broker:
+        async with open_fleet_broker(url, pipes) as broker:
             yield broker
     except BadBrokerUrl as error:
         raise CommandFailed(str(error), status=2) from error

@@ -9,10 +9,9 @@ from typing import Any
 
 import psutil
 
-from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
-from services.core.existing_topics import existing_topics
+from services.core.fleet_broker import open_fleet_broker
 from services.core.lag import LagHistogram
 from services.core.pauses import Pause, list_paused
 from services.core.pipes import PipeFile, needs_retrier, own_streams
@@ -97,7 +96,7 @@ async def _opened(url: str, pipes: PipeFile) -> AsyncIterator[Broker | None]:
         broker = None
         with contextlib.suppress(BrokerError, TimeoutError):
             async with asyncio.timeout(BROKER_TIMEOUT_S):
-                broker = await stack.enter_async_context(open_broker(url, existing_topics(pipes)))
+                broker = await stack.enter_async_context(open_fleet_broker(url, pipes))
         yield broker
 
 

@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from services.core.audit import GROW, Entry
-from services.core.broker.connect import BadBrokerUrl, open_broker, prefix_of
+from services.core.broker.connect import BadBrokerUrl, prefix_of
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, GroupHasMembers, UnsafeTopic
 from services.core.broker.producer import Producer
-from services.core.existing_topics import existing_topics
+from services.core.fleet_broker import open_fleet_broker
 from services.core.pauses import carry_pauses
 from services.core.pipes import PipeFile, Removed, own_streams
 from services.core.provision import (
@@ -171,7 +171,7 @@ async def check_broker(broker: str, pipes: PipeFile, path: Path, data: Path | No
     CHECK_WITHIN_S. Raises BadConfiguration when topics of others are not there, and for a stream that cannot be compacted, or is
     and should not be."""
     try:
-        async with asyncio.timeout(CHECK_WITHIN_S), open_broker(broker, existing_topics(pipes)) as opened:
+        async with asyncio.timeout(CHECK_WITHIN_S), open_fleet_broker(broker, pipes) as opened:
             if problems := await _find_absent(opened, pipes, path):
                 raise BadConfiguration(problems)
             await check_compaction(opened.admin, pipes, await opened.admin.topics())
@@ -317,7 +317,7 @@ async def _patiently(broker: str, pipes: PipeFile, work: Callable[[Broker], Awai
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            async with open_broker(broker, existing_topics(pipes)) as opened:
+            async with open_fleet_broker(broker, pipes) as opened:
                 return await work(opened)
         except BadBrokerUrl as error:
             raise CommandFailed(str(error), status=2) from error

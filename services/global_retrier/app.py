@@ -47,6 +47,7 @@ async def start(settings: RetrierSettings, supervision: Supervision) -> None:
             topics=[*DELAY_BY_TOPIC, RETRIER_DEAD, TELEMETRY],
             rights=() if pipes is None else rights_of("retrier", pipes),
             on_wait=readiness.set_reason,
+            pipes=pipes,
         )
         if broker is None:
             return

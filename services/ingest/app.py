@@ -53,7 +53,7 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
         readiness.set_reason("the broker is not reachable yet")
         rights = rights_of("ingest", pipes)
         broker = await open_when_reachable(
-            stack, settings.broker, stopping, rights=rights, on_wait=readiness.set_reason
+            stack, settings.broker, stopping, rights=rights, on_wait=readiness.set_reason, pipes=pipes
         )
         if broker is None:
             return

@@ -16,7 +16,6 @@ from services.core.audit import write_act
 from services.core.bearer import Tokens, read_tokens, watch_tokens
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
-from services.core.existing_topics import existing_topics
 from services.core.expected import show_expected
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
@@ -72,7 +71,7 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
             stopping,
             rights=rights,
             on_wait=readiness.set_reason,
-            existing=existing_topics(pipes),
+            pipes=pipes,
         )
         if broker is None:
             return

@@ -51,7 +51,7 @@ async def start(settings: TableSettings, supervision: Supervision) -> None:
         readiness.set_reason("the broker is not reachable yet")
         rights = rights_of("table", pipes)
         broker = await open_when_reachable(
-            stack, settings.broker, stopping, rights=rights, on_wait=readiness.set_reason
+            stack, settings.broker, stopping, rights=rights, on_wait=readiness.set_reason, pipes=pipes
         )
         if broker is None:
             return

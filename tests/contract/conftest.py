@@ -12,14 +12,24 @@ tests/integration use them so."""
 
 
 @pytest.fixture(
-    params=["log", pytest.param("kafka", marks=pytest.mark.kafka), pytest.param("kinesis", marks=pytest.mark.kinesis)]
+    params=[
+        "log",
+        "several",
+        pytest.param("kafka", marks=pytest.mark.kafka),
+        pytest.param("kinesis", marks=pytest.mark.kinesis),
+    ]
 )
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
-    """The log in a fresh folder, or the session's three Kafka brokers (RF 3, min ISR 2), or its Kinesis emulator."""
+    """The log in a fresh folder, two logs as one broker, the session's three Kafka brokers (RF 3, min ISR 2), or its Kinesis
+    emulator."""
     if request.param == "log":
         from tests.contract.harness_log import LogHarness
 
         return LogHarness(tmp_path)
+    if request.param == "several":
+        from tests.contract.harness_several import SeveralHarness
+
+        return SeveralHarness(tmp_path)
     if request.param == "kinesis":
         from tests.contract.harness_kinesis import KinesisHarness
 

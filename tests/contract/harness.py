@@ -61,6 +61,10 @@ def open_spec(spec: str) -> AbstractAsyncContextManager[Broker]:
         from tests.contract.harness_log import open_for_tests
 
         return open_for_tests(address)
+    if kind == "several":
+        from tests.contract.harness_several import open_for_tests as open_several
+
+        return open_several(address)
     if kind == "kafka":
         from tests.contract.harness_kafka import open_for_tests as open_kafka
 

@@ -248,6 +248,15 @@ async def test_tables(tmp_path: Path) -> None:
     assert '{"accepted":1}' in page.said
 
 
+async def test_brokers(tmp_path: Path) -> None:
+    """Broken: docs/brokers.md shows commands that do not work, or a stream does not live where the page says."""
+    page = await run_page(
+        "docs/brokers.md", tmp_path, lambda out: out.count('"id": "o-1"') == 2 and '"id": "i-1"' in out
+    )
+    assert "invoices.db" in page.said
+    assert not (tmp_path / "data/log/topics/invoices.db").exists()
+
+
 async def test_autoscaling(tmp_path: Path) -> None:
     """Broken: docs/autoscaling.md shows commands that do not work."""
     page = await run_page("docs/autoscaling.md", tmp_path)

@@ -27,7 +27,6 @@ import services.global_retrier.app as retrier_app
 import services.ingest.app as ingest_app
 import services.observer.app as observer_app
 from services.core.broker.contract import Broker
-from services.core.broker.existing import NO_EXISTING, ExistingTopics
 from services.core.lifecycle import supervise
 from services.core.pipes import PipeFile
 from services.core.snapshot import SNAPSHOT_VARIABLE
@@ -186,7 +185,7 @@ _STARTS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def _open_broker(_url: str, _existing: ExistingTopics = NO_EXISTING) -> AbstractAsyncContextManager[Broker]:
+def _open_broker(_url: str, _pipes: PipeFile | None = None) -> AbstractAsyncContextManager[Broker]:
     process = current_process()
     assert process is not None
     cluster: Cluster = process.found["cluster"]
@@ -254,7 +253,7 @@ def replace_seams() -> None:
     """Once, before the first history."""
     for module in (expel_app, ingest_app, retrier_app, observer_app):
         _put(module, serve_management=_nothing)
-    _put(startup, open_broker=_open_broker)
+    _put(startup, open_fleet_broker=_open_broker)
     _put(ingest_app, load_pipes=_pipes, raise_file_limit=lambda most: most)
     _put(retrier_app, load_pipes=_pipes)
     _put(observer_app, load_pipes=_pipes, load_files=dict, _listen=_nothing, _Parts=_Parts)
@@ -267,7 +266,7 @@ def replace_seams() -> None:
     )
     _put(key_watch, read_ring=read_keys)
     _put(signing, read_private=read_private)
-    _put(fleet_topics, open_broker=_open_broker)
+    _put(fleet_topics, open_fleet_broker=_open_broker)
     _put(fleet_plan, copy_in=lambda _snapshot, file: file)
     _put(redrive_module, print_note=lambda *_: None)
     _put(lifecycle, _exit_now=_end_process)

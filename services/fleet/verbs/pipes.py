@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
-from services.core.broker.connect import BadBrokerUrl, open_broker
+from services.core.broker.connect import BadBrokerUrl
 from services.core.existing_topics import existing_topics
+from services.core.fleet_broker import open_fleet_broker
 from services.core.pipes import PipeFile
 from services.core.topic_names import removed_lanes, removed_pipes
 from services.core.units import DURATION_PATTERN, SIZE_PATTERN, format_count, format_duration, format_size
@@ -242,9 +243,9 @@ def _check_broker(broker: str | None, data: Path, pipes: PipeFile, path: Path) -
         url = find_broker(broker, data)
     except CommandFailed as error:
         return str(error)
-    if existing := existing_topics(pipes):
+    if pipes.brokers or existing_topics(pipes):
         try:
-            open_broker(url, existing)
+            open_fleet_broker(url, pipes)
         except BadBrokerUrl as error:
             raise BadConfiguration([Problem(str(path), "streams", str(error))]) from error
     return uvloop.run(check_broker(url, pipes, path, data))

@@ -1,6 +1,8 @@
 """The pipe file: each mistake is named with file, line and key, all at once; what it implies is derived in one place."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -292,3 +294,55 @@ def test_loop_over_several_pipes(tmp_path: Path) -> None:
 def test_other_shapes(tmp_path: Path, text: str) -> None:
     """Broken: a file of another shape gives a traceback."""
     assert mistakes(tmp_path, text + "\n")
+
+
+_ON_SECOND = {
+    "brokers": {"second": "log:///tmp/second"},
+    "streams": {"orders": {"on": "second"}},
+    "pipes": {"p": {"sources": ["orders"], "destinations": [{"name": "d", "webhook": {"url": "https://x.example/"}}]}},
+}
+
+
+def _with(changes: dict[str, Any]) -> str:
+    return json.dumps(_ON_SECOND | changes)
+
+
+def test_a_stream_lives_on_a_named_broker(tmp_path: Path) -> None:
+    """Without `on` it is the fleet's own."""
+    path = tmp_path / "pipes.yaml"
+    path.write_text(_with({"streams": {"orders": {"on": "second"}, "here": {}, "too": {"on": "default"}}}))
+    found = load_pipes(path)
+    assert [stream.home for stream in found.streams.values()] == ["second", "default", "default"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "text"),
+    [
+        ({"streams": {"orders": {"on": "third"}}}, "streams.orders.on", "is not among brokers: default, second"),
+        ({"brokers": {"default": "log:///x", "second": "log:///y"}}, "brokers.default", "the fleet's own broker"),
+        ({"brokers": {"second": "kafka://me:hunter2@host:9092"}}, "brokers.second", "no user or password"),
+        ({"brokers": {"second": "kinesis://eu-west-1"}}, "brokers.second", "on the fleet's own broker only"),
+        ({"brokers": {"second": "log://relative"}}, "brokers.second", "must be absolute"),
+        (
+            {
+                "pipes": {
+                    "p": {
+                        "sources": ["orders"],
+                        "transform": {"sql": "SELECT event FROM orders"},
+                        "destinations": [{"name": "d", "webhook": {"url": "https://x.example/"}}],
+                    }
+                }
+            },
+            "pipes.p.sources.0",
+            "A transform reads on the fleet's own broker only",
+        ),
+    ],
+)
+def test_a_wrong_broker_is_named(tmp_path: Path, changes: dict[str, Any], key: str, text: str) -> None:
+    """Otherwise the stream would silently live elsewhere, or a query would find no topic."""
+    path = tmp_path / "pipes.yaml"
+    path.write_text(_with(changes))
+    with pytest.raises(BadConfiguration) as found:
+        load_pipes(path)
+    assert any(problem.key == key and text in problem.message for problem in found.value.problems), found.value
+    assert "hunter2" not in str(found.value)

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from services.core.audit import Entry, decode_entry, digest_of
-from services.core.broker.connect import BadBrokerUrl, open_broker
+from services.core.broker.connect import BadBrokerUrl
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, DataDamaged, UnknownTopic
-from services.core.broker.existing import NO_EXISTING
 from services.core.broker.reading import read_tail
 from services.core.broker.record import TopicPartition
+from services.core.broker.several.brokers import DEFAULT
 from services.core.dead_letter import DeadLetter, Position
 from services.core.event import read_arrival
-from services.core.existing_topics import existing_topics
+from services.core.fleet_broker import open_fleet_broker
 from services.core.pauses import list_paused
 from services.core.pipes import PipeFile
 from services.core.provision import find_absent, wanted_topics
@@ -81,7 +81,8 @@ def _log_problem(root: Path, pipes: PipeFile | None) -> str | None:
         names = {path.name for path in topics.iterdir()}
     except OSError as error:
         return f"the folder of the embedded log cannot be read: {topics}: {error.strerror}"
-    gone = [name for name in (pipes.streams if pipes is not None else ()) if f"{name}.db" not in names]
+    here = [name for name, stream in pipes.streams.items() if stream.home == DEFAULT] if pipes is not None else []
+    gone = [name for name in here if f"{name}.db" not in names]
     return f"files of the embedded log are gone: {', '.join(f'{topics / name}.db' for name in gone)}" if gone else None
 
 
@@ -89,9 +90,8 @@ def _log_problem(root: Path, pipes: PipeFile | None) -> str | None:
 async def _opened(facts: Facts) -> AsyncIterator[Broker | None]:
     """The broker; None when it cannot be opened, with the reason in the facts."""
     found = facts.broker
-    existing = NO_EXISTING if facts.pipes is None else existing_topics(facts.pipes)
     try:
-        opening = open_broker(found.url, existing)
+        opening = open_fleet_broker(found.url, facts.pipes)
         async with asyncio.timeout(OPEN_S):
             broker = await opening.__aenter__()
             names = await broker.admin.topics()

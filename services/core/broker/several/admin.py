@@ -1,0 +1,133 @@
+"""Administration and reading over several brokers."""
+
+from collections.abc import Collection, Mapping
+
+from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
+from services.core.broker.errors import UnsafeTopic
+from services.core.broker.record import Batch
+from services.core.broker.rights import Right, RightsReader
+from services.core.broker.several.brokers import Brokers
+
+_ELSEWHERE = (
+    "the pipe file says that it lives on {home}, and {there} has a topic of this name. Its events would be left behind there. "
+    "Try: on: {there}; or, when nobody needs these events, delete that topic"
+)
+_ON_EACH = ("penstock.groups",)
+"""Topics that each Kafka has for itself."""
+
+
+def _may_be_stream(topic: str) -> bool:
+    """Names of streams have no dot; those of all other topics do."""
+    return "." not in topic
+
+
+class SeveralAdmin:
+    """`Admin` and `Reader`: each topic is asked for where it lives. What a broker has beside those is not shown: topics of other
+    fleets, and a stream's topic where it lived before."""
+
+    def __init__(self, brokers: Brokers) -> None:
+        self._brokers = brokers
+
+    async def create_topic(self, spec: TopicSpec) -> None:
+        """A stream's topic is not created while another broker has one of its name: its events would be left behind there.
+        Raises UnsafeTopic."""
+        if _may_be_stream(spec.name):
+            home = self._brokers.places.of(spec.name)
+            for name in self._brokers.names:
+                if name != home and spec.name in await (await self._brokers.named(name)).admin.topics():
+                    raise UnsafeTopic([(spec.name, "on", _ELSEWHERE.format(home=home, there=name))])
+        await (await self._brokers.of(spec.name)).admin.create_topic(spec)
+
+    async def create_own_topics(self) -> None:
+        for broker in (await self._brokers.used()).values():
+            await broker.admin.create_own_topics()
+
+    async def delete_topic(self, topic: str) -> None:
+        await (await self._brokers.of(topic)).admin.delete_topic(topic)
+
+    async def topics(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for name, broker in (await self._brokers.used()).items():
+            there = await broker.admin.topics()
+            found |= {topic: count for topic, count in there.items() if self._brokers.places.of(topic) == name}
+        return found
+
+    async def add_partitions(self, topic: str, partitions: int) -> None:
+        await (await self._brokers.of(topic)).admin.add_partitions(topic, partitions)
+
+    async def committed(self, group: str, topic: str) -> dict[int, int]:
+        return await (await self._brokers.of(topic)).admin.committed(group, topic)
+
+    async def has_begun(self, group: str, topic: str) -> bool:
+        return await (await self._brokers.of(topic)).admin.has_begun(group, topic)
+
+    async def positions(self, group: str, topic: str) -> dict[int, int]:
+        return await (await self._brokers.of(topic)).admin.positions(group, topic)
+
+    async def members(self, group: str) -> list[str]:
+        """Of each broker: a member that reads on two of them has two names."""
+        found: list[str] = []
+        for broker in (await self._brokers.used()).values():
+            found += await broker.admin.members(group)
+        return found
+
+    async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
+        await (await self._brokers.of(topic)).admin.set_committed(group, topic, processed)
+
+    async def copy_positions(self, group: str, to: str, topic: str) -> bool:
+        return await (await self._brokers.of(topic)).admin.copy_positions(group, to, topic)
+
+    @property
+    def why_not_compact(self) -> str | None:
+        found = (broker.admin.why_not_compact for broker in self._brokers.opened())
+        return next((why for why in found if why is not None), None)
+
+    async def incarnation(self, topic: str) -> str:
+        return await (await self._brokers.of(topic)).admin.incarnation(topic)
+
+    async def compacted(self, topics: Collection[str]) -> frozenset[str]:
+        found: frozenset[str] = frozenset()
+        for name, some in self._brokers.by_broker(topics).items():
+            found |= await (await self._brokers.named(name)).admin.compacted(some)
+        return found
+
+    async def check_durability(self, topics: Collection[str]) -> None:
+        for name, some in self._brokers.by_broker(topics).items():
+            await (await self._brokers.named(name)).admin.check_durability(some)
+
+    async def kept_by_event_time(self, topics: Collection[str]) -> frozenset[str]:
+        found: frozenset[str] = frozenset()
+        for name, some in self._brokers.by_broker(topics).items():
+            found |= await (await self._brokers.named(name)).admin.kept_by_event_time(some)
+        return found
+
+    async def keep_by_storing(self, topics: Collection[str]) -> None:
+        for name, some in self._brokers.by_broker(topics).items():
+            await (await self._brokers.named(name)).admin.keep_by_storing(some)
+
+    async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
+        return await (await self._brokers.of(topic)).admin.group_lag(group, topic)
+
+    async def missing_rights(self, rights: Collection[Right]) -> list[Right]:
+        """`RightsReader`: a right to a topic where it lives, one to a group on each broker that has streams."""
+        missing: dict[Right, None] = {}
+        for name, broker in (await self._brokers.used()).items():
+            if isinstance(broker.admin, RightsReader):
+                here = [right for right in rights if self._is_on(right, name)]
+                missing |= dict.fromkeys(await broker.admin.missing_rights(here))
+        return list(missing)
+
+    def _is_on(self, right: Right, name: str) -> bool:
+        return right.kind == "group" or right.name in _ON_EACH or self._brokers.places.of(right.name) == name
+
+    async def describe(self, topic: str) -> dict[int, PartitionRange]:
+        return await (await self._brokers.of(topic)).reader.describe(topic)
+
+    async def next_at_least(self, topic: str) -> dict[int, int]:
+        return await (await self._brokers.of(topic)).reader.next_at_least(topic)
+
+    async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
+        return await (await self._brokers.of(topic)).reader.offsets_at(topic, start)
+
+    async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
+        return await (await self._brokers.of(topic)).reader.read(topic, partition, offset, max_records=max_records)

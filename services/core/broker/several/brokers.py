@@ -1,0 +1,104 @@
+"""Opens the brokers of a fleet, each when it is needed first, and says which one has a topic."""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Final
+
+from services.core.broker.contract import Broker
+from services.core.broker.errors import BrokerClosed, BrokerError, Unavailable
+
+DEFAULT: Final = "default"
+"""The name of the fleet's own broker, that of `--broker`. It has every topic but streams that say otherwise."""
+
+AGAIN_AFTER_S = 1.0
+"""After a broker could not be opened, calls fail with the same error for so long."""
+
+
+class Places:
+    """Which broker each stream lives on: `streams`, by name. All other topics are on the default broker."""
+
+    def __init__(self, streams: Mapping[str, str]) -> None:
+        self._streams = streams
+
+    def of(self, topic: str) -> str:
+        """The name of the broker that the topic lives on."""
+        return self._streams.get(topic, DEFAULT)
+
+    def used(self) -> set[str]:
+        """The names of the brokers that have topics of the fleet."""
+        return {DEFAULT, *self._streams.values()}
+
+
+Opening = Callable[[], AbstractAsyncContextManager[Broker]]
+
+
+class Brokers:
+    """The brokers by name. `default` is open; the others are opened at their first use, and again after a failure.
+
+    So a cluster that is down holds up only the topics that live there.
+    """
+
+    def __init__(self, default: Broker, openings: Mapping[str, Opening], places: Places) -> None:
+        self.places = places
+        self.names = (DEFAULT, *openings)
+        self._openings = openings
+        self._open: dict[str, Broker] = {DEFAULT: default}
+        self._locks = {name: asyncio.Lock() for name in openings}
+        self._failed: dict[str, tuple[float, BrokerError]] = {}
+        self._closing = AsyncExitStack()
+        self._is_closed = False
+
+    async def of(self, topic: str) -> Broker:
+        """The broker that the topic lives on. Raises BrokerError kinds when it cannot be opened."""
+        return await self.named(self.places.of(topic))
+
+    async def named(self, name: str) -> Broker:
+        """Raises BrokerError kinds when it cannot be opened."""
+        found = self._open.get(name)
+        if found is not None:
+            return found
+        async with self._locks[name]:
+            return self._open.get(name) or await self._open_now(name)
+
+    async def _open_now(self, name: str) -> Broker:
+        if self._is_closed:
+            raise BrokerClosed("the broker was closed")
+        failed = self._failed.get(name)
+        if failed is not None and time.monotonic() < failed[0]:
+            raise Unavailable(str(failed[1])) from failed[1]
+        try:
+            opened = await self._closing.enter_async_context(self._openings[name]())
+        except BrokerError as error:
+            error = _named(error, name)
+            self._failed[name] = (time.monotonic() + AGAIN_AFTER_S, error)
+            raise error from error.__cause__
+        self._open[name] = opened
+        return opened
+
+    async def used(self) -> dict[str, Broker]:
+        """Those that have topics of the fleet, by name. Raises BrokerError kinds when one cannot be opened."""
+        there = self.places.used()
+        return {name: await self.named(name) for name in self.names if name in there}
+
+    def opened(self) -> Iterable[Broker]:
+        """Those that are open now; the default broker is first."""
+        return tuple(self._open.values())
+
+    def by_broker(self, topics: Collection[str]) -> dict[str, list[str]]:
+        """The topics by the name of the broker that they live on."""
+        found: dict[str, list[str]] = {}
+        for topic in topics:
+            found.setdefault(self.places.of(topic), []).append(topic)
+        return found
+
+    async def close(self) -> None:
+        """Close all but the default broker, which its opener closes."""
+        self._is_closed = True
+        await self._closing.aclose()
+
+
+def _named(error: BrokerError, name: str) -> BrokerError:
+    """A failure to open is of the same kind where waiting helps; others keep their type and their text."""
+    return Unavailable(f"broker {name} of the pipe file: {error}") if error.retriable else error

@@ -1,0 +1,175 @@
+"""A member of a group that reads topics of several brokers: one membership on each of them."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from services.core.broker.contract import Consumer, Lag, OnRevoke
+from services.core.broker.errors import BrokerError, NotOwner
+from services.core.broker.record import Batch, TopicPartition
+
+
+class Revocations:
+    """Passes the revocations of several memberships on, one at a time, as those of one."""
+
+    def __init__(self, on_revoke: OnRevoke) -> None:
+        self._on_revoke = on_revoke
+        self._one_at_a_time = asyncio.Lock()
+        self.forget: Callable[[frozenset[TopicPartition]], None] = lambda _partitions: None
+        """Called when the partitions are gone."""
+
+    async def __call__(self, partitions: frozenset[TopicPartition]) -> None:
+        try:
+            async with self._one_at_a_time:
+                await self._on_revoke(partitions)
+        finally:
+            self.forget(partitions)
+
+
+class SeveralConsumer:
+    """`Consumer` over one consumer for each broker. members: they, and the topics of each."""
+
+    def __init__(self, members: Sequence[tuple[Consumer, Collection[str]]], revocations: Revocations) -> None:
+        self._members = deque(consumer for consumer, _ in members)
+        self._by_topic = {topic: consumer for consumer, topics in members for topic in topics}
+        self._read: list[Batch] = []
+        """Polled, not returned yet: the poll was cancelled, or its partition was paused meanwhile."""
+        self._errors: deque[BrokerError] = deque()
+        """Raised by a poll that had records of another broker to return."""
+        self._paused: set[TopicPartition] = set()
+        revocations.forget = self._forget
+
+    async def poll(self, *, max_records: int, max_wait: float) -> list[Batch]:
+        """As in the contract: the first broker with records ends the wait. A broker that fails does not hold up the others: its
+        error is raised in turn with their records."""
+        if self._errors:
+            raise self._errors.popleft()
+        if found := self._take(max_records):
+            return found
+        self._members.rotate(1)
+        share = max(1, max_records // len(self._members))
+        polled = list(self._members)[:max_records]
+        polls = [asyncio.create_task(one.poll(max_records=share, max_wait=max_wait)) for one in polled]
+        try:
+            await _first_with_records(polls)
+        finally:
+            try:
+                for task in polls:
+                    task.cancel()
+                await _settled(polls)
+            finally:
+                bugs = self._keep(polls)
+        if bugs:
+            raise bugs[0]
+        found = self._take(max_records)
+        if not found and self._errors:
+            raise self._errors.popleft()
+        return found
+
+    def _keep(self, polls: Sequence[asyncio.Task[list[Batch]]]) -> list[BaseException]:
+        """Keep their records and broker errors. Gives the other errors."""
+        bugs: list[BaseException] = []
+        for task in polls:
+            if task.cancelled():
+                continue
+            error = task.exception()
+            if error is None:
+                self._read += task.result()
+            elif isinstance(error, BrokerError):
+                self._errors.append(error)
+            else:
+                bugs.append(error)
+        return bugs
+
+    def _take(self, max_records: int) -> list[Batch]:
+        """What was read and may be returned now."""
+        found: list[Batch] = []
+        kept: list[Batch] = []
+        room = max_records
+        for batch in self._read:
+            if batch.source in self._paused or not room:
+                kept.append(batch)
+                continue
+            count = min(room, len(batch.records))
+            if count < len(batch.records):
+                kept.append(_slice(batch, count, len(batch.records)))
+                batch = _slice(batch, 0, count)
+            room -= count
+            found.append(batch)
+        self._read = kept
+        return found
+
+    def _forget(self, partitions: frozenset[TopicPartition]) -> None:
+        self._read = [batch for batch in self._read if batch.source not in partitions]
+        self._paused -= partitions
+
+    async def commit(self, processed: Mapping[TopicPartition, int]) -> None:
+        """As in the contract. When a broker is not available, what is on the others is committed."""
+        refused: frozenset[tuple[str, int]] = frozenset()
+        failed: BrokerError | None = None
+        for consumer, sources in self._split(processed).items():
+            try:
+                await consumer.commit({source: processed[source] for source in sources})
+            except NotOwner as error:
+                refused |= error.partitions
+            except BrokerError as error:
+                failed = error
+        if failed is not None:
+            raise failed
+        if refused:
+            raise NotOwner(refused)
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        for consumer, sources in self._split(partitions).items():
+            consumer.pause(sources)
+            self._paused |= consumer.assignment().intersection(sources)
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        self._paused.difference_update(partitions)
+        for consumer, sources in self._split(partitions).items():
+            consumer.resume(sources)
+
+    def assignment(self) -> frozenset[TopicPartition]:
+        return frozenset().union(*(consumer.assignment() for consumer in self._members))
+
+    async def lag(self) -> dict[TopicPartition, Lag]:
+        found: dict[TopicPartition, Lag] = {}
+        for consumer in tuple(self._members):
+            found |= await consumer.lag()
+        return found
+
+    def _split(self, sources: Collection[TopicPartition]) -> dict[Consumer, list[TopicPartition]]:
+        found: dict[Consumer, list[TopicPartition]] = {}
+        for source in sources:
+            if (consumer := self._by_topic.get(source.topic)) is not None:
+                found.setdefault(consumer, []).append(source)
+        return found
+
+
+def _slice(batch: Batch, start: int, end: int) -> Batch:
+    return Batch(batch.topic, batch.partition, batch.offsets[start:end], batch.records[start:end])
+
+
+async def _first_with_records(polls: Collection[asyncio.Task[list[Batch]]]) -> None:
+    """Wait until one has records, all have ended, or one has an error that is no broker's."""
+    waiting: Collection[asyncio.Task[list[Batch]]] = polls
+    while waiting:
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if task.cancelled():
+                continue
+            error = task.exception()
+            if (error is None and task.result()) or (error is not None and not isinstance(error, BrokerError)):
+                return
+
+
+async def _settled(polls: Collection[asyncio.Task[list[Batch]]]) -> None:
+    """Wait until all have ended, also when this is cancelled meanwhile: an answer that is lost would be lost for good."""
+    interrupted: asyncio.CancelledError | None = None
+    while not all(task.done() for task in polls):
+        try:
+            await asyncio.wait(polls)
+        except asyncio.CancelledError as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted

@@ -1,0 +1,224 @@
+"""Several brokers as one, beyond what the contract suite tests: failures of one of them, and polls of both at once."""
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from services.core.broker.contract import Broker, Lag, TopicSpec
+from services.core.broker.errors import BrokerError, NotOwner, Unavailable, UnsafeTopic
+from services.core.broker.log import LogBroker
+from services.core.broker.producer import Producer
+from services.core.broker.record import Batch, Record, TopicPartition
+from services.core.broker.several.broker import open_several
+from services.core.broker.several.brokers import Places
+from services.core.broker.several.consumer import Revocations, SeveralConsumer
+
+A, B = TopicPartition("a", 0), TopicPartition("b", 0)
+
+
+class ScriptedConsumer:
+    """Gives what the test puts into `ready`, and raises `error` at each poll while it is set."""
+
+    def __init__(self, source: TopicPartition) -> None:
+        self.source = source
+        self.ready: list[Batch] = []
+        self.error: BrokerError | None = None
+        self.came = asyncio.Event()
+        self.commits: list[Mapping[TopicPartition, int]] = []
+        self.paused: set[TopicPartition] = set()
+
+    def give(self, count: int, first: int = 0) -> None:
+        records = [Record(None, b"%d" % number, 0) for number in range(first, first + count)]
+        self.ready.append(Batch(*self.source, range(first, first + count), records))
+        self.came.set()
+
+    async def poll(self, *, max_records: int, max_wait: float) -> list[Batch]:
+        if self.error is not None:
+            raise self.error
+        try:
+            async with asyncio.timeout(max_wait):
+                await self.came.wait()
+        except TimeoutError:
+            return []
+        found, self.ready = self.ready, []
+        self.came.clear()
+        return found
+
+    async def commit(self, processed: Mapping[TopicPartition, int]) -> None:
+        self.commits.append(processed)
+        if self.error is not None:
+            raise self.error
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        self.paused |= set(partitions)
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        self.paused -= set(partitions)
+
+    def assignment(self) -> frozenset[TopicPartition]:
+        return frozenset({self.source})
+
+    async def lag(self) -> dict[TopicPartition, Lag]:
+        return {self.source: Lag(1, 0)}
+
+
+async def _ignore(_partitions: frozenset[TopicPartition]) -> None:
+    pass
+
+
+def _both() -> tuple[ScriptedConsumer, ScriptedConsumer, SeveralConsumer, Revocations]:
+    first, second = ScriptedConsumer(A), ScriptedConsumer(B)
+    revocations = Revocations(_ignore)
+    return first, second, SeveralConsumer([(first, ["a"]), (second, ["b"])], revocations), revocations
+
+
+def _offsets(batches: list[Batch]) -> list[tuple[str, list[int]]]:
+    return [(batch.topic, list(batch.offsets)) for batch in batches]
+
+
+async def test_the_first_with_records_ends_the_wait() -> None:
+    """Otherwise a quiet broker would delay each event of the other one by the whole wait."""
+    first, second, consumer, _ = _both()
+    second.give(2)
+    async with asyncio.timeout(5):
+        assert _offsets(await consumer.poll(max_records=10, max_wait=60)) == [("b", [0, 1])]
+        first.give(1)
+        assert _offsets(await consumer.poll(max_records=10, max_wait=60)) == [("a", [0])]
+
+
+async def test_never_more_than_asked_and_in_order() -> None:
+    """A caller has room for so many; the others come first at the next poll."""
+    first, second, consumer, _ = _both()
+    first.give(3)
+    second.give(3)
+    found: dict[str, list[int]] = {"a": [], "b": []}
+    while sum(map(len, found.values())) < 6:
+        batches = await consumer.poll(max_records=2, max_wait=1)
+        assert 0 < sum(len(batch.records) for batch in batches) <= 2
+        for batch in batches:
+            found[batch.topic] += batch.offsets
+    assert found == {"a": [0, 1, 2], "b": [0, 1, 2]}
+
+
+async def test_a_broker_that_fails_does_not_hold_up_the_other() -> None:
+    """Its error is raised in turn: the caller waits and polls again, and the other's records come."""
+    first, second, consumer, _ = _both()
+    first.error = Unavailable("down")
+    with pytest.raises(Unavailable):
+        await consumer.poll(max_records=10, max_wait=0.01)
+    second.give(1)
+    assert _offsets(await consumer.poll(max_records=10, max_wait=60)) == [("b", [0])]
+    with pytest.raises(Unavailable):
+        await consumer.poll(max_records=10, max_wait=60)
+    second.give(1, first=1)
+    assert _offsets(await consumer.poll(max_records=10, max_wait=60)) == [("b", [1])]
+
+
+async def test_a_cancelled_poll_loses_nothing() -> None:
+    """The inner poll has moved its position when the outer one is cancelled: its records must come with the next poll."""
+    first, _, consumer, _ = _both()
+    poll = asyncio.create_task(consumer.poll(max_records=10, max_wait=60))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    first.give(2)
+    poll.cancel()  # before the loop runs: the inner poll ends in the same turn
+    with pytest.raises(asyncio.CancelledError):
+        await poll
+    assert not first.ready, "the inner poll was cancelled before it took them"
+    assert _offsets(await consumer.poll(max_records=10, max_wait=0.01)) == [("a", [0, 1])]
+
+
+async def test_records_in_hand_are_kept_while_paused_and_dropped_when_revoked() -> None:
+    """A paused partition returns nothing; a revoked one belongs to another member, which reads these records again."""
+    first, second, consumer, revocations = _both()
+    first.give(2)
+    second.give(2)
+    batches = await consumer.poll(max_records=2, max_wait=1)
+    assert sum(len(batch.records) for batch in batches) == 2
+    left = B if batches[0].topic == "a" else A
+    consumer.pause([left])
+    assert await consumer.poll(max_records=10, max_wait=0.01) == []
+    consumer.resume([left])
+    assert [batch.topic for batch in await consumer.poll(max_records=1, max_wait=1)] == [left.topic]
+    await revocations(frozenset({left}))
+    assert await consumer.poll(max_records=10, max_wait=0.01) == []
+
+
+async def test_a_commit_reaches_all_that_can_be_reached() -> None:
+    """Offsets on a broker that answers are durable, and the caller learns of the other one."""
+    first, second, consumer, _ = _both()
+    first.error = Unavailable("down")
+    with pytest.raises(Unavailable):
+        await consumer.commit({A: 1, B: 2})
+    assert second.commits == [{B: 2}]
+    first.error, second.error = NotOwner(frozenset({A})), NotOwner(frozenset({B}))
+    with pytest.raises(NotOwner) as refused:
+        await consumer.commit({A: 1, B: 2})
+    assert refused.value.partitions == {A, B}
+    assert await consumer.lag() == {A: Lag(1, 0), B: Lag(1, 0)}
+
+
+async def test_a_broker_that_is_down_holds_up_its_topics_only(tmp_path: Path) -> None:
+    """It is opened when it is needed, and again when it is back."""
+    is_down, tried = True, 0
+
+    @asynccontextmanager
+    async def opening() -> AsyncIterator[Broker]:
+        nonlocal tried
+        tried += 1
+        if is_down:
+            raise Unavailable("no node answers")
+        async with LogBroker.open(str(tmp_path / "other")) as broker:
+            yield broker
+
+    several = open_several(LogBroker.open(str(tmp_path / "own")), {"other": opening}, Places({"there": "other"}))
+    async with several as broker, Producer(broker.appender) as producer:
+        await broker.admin.create_topic(TopicSpec("here.out", 1))
+        assert not (await producer.send("here.out", [Record(None, b"1", 0)])).failed
+        with pytest.raises(Unavailable, match="broker other of the pipe file: no node answers"):
+            await broker.admin.create_topic(TopicSpec("there", 1))
+        with pytest.raises(Unavailable):
+            await broker.reader.describe("there")
+        assert tried == 1, "a broker that is down would be asked by each call"
+        is_down = False
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    await broker.admin.create_topic(TopicSpec("there", 1))
+                    break
+                except Unavailable:
+                    await asyncio.sleep(0.05)
+        assert not (await producer.send("there", [Record(None, b"1", 0)])).failed
+        assert await broker.admin.topics() == {"here.out": 1, "there": 1}
+    async with LogBroker.open(str(tmp_path / "own")) as own:
+        assert await own.admin.topics() == {"here.out": 1}
+
+
+async def test_what_lives_elsewhere_is_not_shown(tmp_path: Path) -> None:
+    """A stream's topic where it does not live: an older copy, or another fleet's. Nobody may write to it by mistake."""
+    own, other = str(tmp_path / "own"), str(tmp_path / "other")
+    async with LogBroker.open(own) as first, LogBroker.open(other) as second:
+        await first.admin.create_topic(TopicSpec("moved", 2))
+        await second.admin.create_topic(TopicSpec("moved", 3))
+        await second.admin.create_topic(TopicSpec("foreign", 1))
+    several = open_several(LogBroker.open(own), {"other": partial(LogBroker.open, other)}, Places({"moved": "other"}))
+    async with several as broker:
+        assert await broker.admin.topics() == {"moved": 3}
+        assert await broker.appender.partition_count("moved") == 3
+
+
+async def test_a_stream_is_not_created_beside_its_former_topic(tmp_path: Path) -> None:
+    """A person changed `on`: the events that are stored where it lived before would never be delivered, and nobody would know."""
+    own, other = str(tmp_path / "own"), str(tmp_path / "other")
+    async with LogBroker.open(own) as first:
+        await first.admin.create_topic(TopicSpec("orders", 1))
+        await first.admin.create_topic(TopicSpec("shop.dead", 1))
+    several = open_several(LogBroker.open(own), {"other": partial(LogBroker.open, other)}, Places({"orders": "other"}))
+    async with several as broker:
+        with pytest.raises(UnsafeTopic, match="default has a topic of this name"):
+            await broker.admin.create_topic(TopicSpec("orders", 1))
+        await broker.admin.create_topic(TopicSpec("invoices", 1))
