@@ -1,33 +1,78 @@
 """The broker of a fleet: the one of `--broker`, and those that the pipe file names, as one.
 
-Streams live where the pipe file says (`on`). Everything else is on the fleet's own broker: outputs, retries, parked events, dead
-letters, the ledger, the controls. So a stream can be moved, and nothing of its pipes moves with it.
+Streams live where the pipe file says (`on`), or where a migration has moved them (`homes`). Everything else is on the fleet's own
+broker: outputs, retries, parked events, dead letters, the ledger, the controls. So nothing of a stream's pipes moves with it.
 """
 
-from contextlib import AbstractAsyncContextManager
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
-from services.core.broker.connect import open_broker
+from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
+from services.core.broker.errors import BrokerError, UnsafeTopic
 from services.core.broker.several.broker import open_several
-from services.core.broker.several.brokers import DEFAULT, Places
+from services.core.broker.several.brokers import DEFAULT, Opening
 from services.core.existing_topics import existing_topics
+from services.core.homes import Homes
 from services.core.pipes import PipeFile
 
 
 def open_fleet_broker(url: str, pipes: PipeFile | None) -> AbstractAsyncContextManager[Broker]:
     """url: that of `--broker`. pipes: None for what needs no stream.
 
-    Raises BadBrokerUrl at once; entering raises BrokerError kinds of the fleet's own broker.
+    Raises BadBrokerUrl at once. Entering raises BrokerError kinds of the fleet's own broker, and UnsafeTopic when a stream was
+    moved to a broker that the pipe file does not name.
     """
     if pipes is None:
         return open_broker(url)
-    default = open_broker(url, existing_topics(pipes, DEFAULT))
-    if not pipes.brokers:
-        return default
+    if url.startswith("kinesis:") and not pipes.brokers:  # nothing is ever moved there
+        return open_broker(url, existing_topics(pipes, DEFAULT))
+    return open_with_homes(url, pipes)
+
+
+def open_with_homes(url: str, pipes: PipeFile) -> AbstractAsyncContextManager[Broker]:
+    """As `open_fleet_broker`. It is a `SeveralBrokers` when the pipe file names brokers."""
+    if url.startswith("kinesis:"):
+        raise BadBrokerUrl(
+            "the pipe file names further brokers, and the fleet's own is Kinesis, which is none of several. "
+            "Try: a pipe file without `brokers`, or a Kafka as the fleet's own"
+        )
     openings = {}
     for name, address in pipes.brokers.items():
         opening = partial(open_broker, address, existing_topics(pipes, name))
         opening()  # raises BadBrokerUrl
         openings[name] = opening
-    return open_several(default, openings, Places({name: stream.home for name, stream in pipes.streams.items()}))
+    streams = {name: stream.home for name, stream in pipes.streams.items()}
+    return _open(open_broker(url, existing_topics(pipes, DEFAULT)), openings, streams)
+
+
+@asynccontextmanager
+async def _open(
+    opening: AbstractAsyncContextManager[Broker], openings: Mapping[str, Opening], streams: Mapping[str, str]
+) -> AsyncIterator[Broker]:
+    async with opening as own:
+        homes = Homes(streams, own)
+        try:
+            await homes.refresh()
+        except BrokerError:
+            if openings:
+                raise
+        if lost := homes.used() - {DEFAULT, *openings}:
+            raise UnsafeTopic([(name, "on", _NOT_NAMED.format(lost=there)) for name, there in homes.on(lost)])
+        if not openings and not homes.has_moves:
+            yield own
+            return
+        following = asyncio.create_task(homes.follow(), name="homes")
+        try:
+            async with open_several(own, openings, homes) as broker:
+                yield broker
+        finally:
+            following.cancel()
+            await asyncio.wait((following,))
+
+
+_NOT_NAMED = (
+    "it was moved to broker {lost}, which the pipe file does not name. Try: brokers: {{{lost}: URL}}, and on: {lost}"
+)

@@ -94,6 +94,11 @@ SECRET_WRITTEN = Gauge(
 BROKER_RETRIES = Counter(
     "penstock_broker_append_retries", "Appends that were retried, by reason.", ["topic", "partition", "reason"]
 )
+BROKER_HOME_CHANGES = Counter(
+    "penstock_broker_home_changes",
+    "Steps of migrations that this process has followed, by stream.",
+    ["stream", "state"],
+)
 BROKER_THROTTLES = Counter(
     "penstock_broker_shard_throttles", "Entries that Kinesis refused because of a shard's limits.", ["topic", "shard"]
 )

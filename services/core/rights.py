@@ -8,7 +8,7 @@ from services.core.broker.rights import Kind, Right
 from services.core.existing_topics import existing_topics
 from services.core.pipes import PipeFile, own_streams
 from services.core.provision import wanted_topics
-from services.core.topic_names import DELAYS_S, delay_topic, delivery_group, delivery_topics
+from services.core.topic_names import CONTROL, DELAYS_S, delay_topic, delivery_group, delivery_topics
 
 Service = Literal["ingest", "expel", "retrier", "observer", "table", "autoscaler", "transform", "command line"]
 
@@ -36,6 +36,7 @@ _NEEDED: dict[Service, tuple[tuple[str, Kind, str], ...]] = {
         ("Read DescribeConfigs", "topic", "penstock.retry-in"),
         ("Read Write DescribeConfigs", "topic", "DELAY"),
         ("Read Write DescribeConfigs", "topic", "PIPE.retry"),
+        ("Read DescribeConfigs", "topic", "HOMES"),
         ("Write DescribeConfigs", "topic", "penstock.dead"),
         ("Write DescribeConfigs", "topic", "penstock.telemetry"),
         ("Read Write DescribeConfigs", "topic", "penstock.groups"),
@@ -52,7 +53,7 @@ _NEEDED: dict[Service, tuple[tuple[str, Kind, str], ...]] = {
         ("Describe", "group", "PIPE.DESTINATION"),
         ("Describe", "group", "penstock.retrier"),
     ),
-    "table": (("Read DescribeConfigs", "topic", "TABLE"),),
+    "table": (("Read DescribeConfigs", "topic", "TABLE"), ("Read DescribeConfigs", "topic", "HOMES")),
     "autoscaler": (
         ("Read", "topic", "EVERY"),
         ("Read", "topic", "SOURCE-OF-OTHERS"),
@@ -109,6 +110,7 @@ def _find_names(names: str, pipes: PipeFile) -> list[str]:
         "STREAM": list(own_streams(pipes)),
         "EVERY": topics,
         "TABLE": [name for name, stream in pipes.streams.items() if stream.compact],
+        "HOMES": [CONTROL] if pipes.brokers else [],
         "DELAY": [topic for topic in map(delay_topic, DELAYS_S) if topic in topics],
     }
     others = existing_topics(pipes).names.keys()

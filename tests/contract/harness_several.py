@@ -1,6 +1,7 @@
 """Two embedded logs as one broker in the contract suite: the topics of a test are on both of them in turn."""
 
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from tests.contract.harness_log import open_for_tests as open_log
 _OTHER, _OTHERS_END = "other", "-other"
 
 
-def open_for_tests(address: str) -> AbstractAsyncContextManager[Broker]:
+@asynccontextmanager
+async def open_for_tests(address: str) -> AsyncIterator[Broker]:
     """address: the folder of both."""
     other = {_OTHER: partial(open_log, f"{address}/second/log")}
-    return open_several(open_log(f"{address}/first/log"), other, _ByName({}))
+    async with open_log(f"{address}/first/log") as own, open_several(own, other, _ByName({})) as broker:
+        yield broker
 
 
 class _ByName(Places):

@@ -18,6 +18,7 @@
     │   └── PositionLost     … because the broker has lost the group's committed offset
     ├── DataDamaged          stored records are missing or altered; names their offsets
     ├── UnsafeTopic          a topic's settings break the promise of durability, or make every write fail
+    ├── HomeChanged          a topic that this member reads has moved to another broker; it must join again
     ├── BadDataFolder        the log's folder cannot keep the promise (network file system)
     ├── NewerFormat          a newer Penstock stored it in a format that this one does not read
     └── BrokerClosed         used after close, or closed while waiting
@@ -148,6 +149,10 @@ class UnsafeTopic(BrokerError):
     def __init__(self, problems: Sequence[tuple[str, str, str]]) -> None:
         super().__init__("\n".join(f"topic {topic}: {key}: {text}" for topic, key, text in problems))
         self.problems = tuple(problems)
+
+
+class HomeChanged(BrokerError):
+    """A topic moves, or has moved, to another broker of the fleet: this membership ends. The next one is where the topic is."""
 
 
 class BadDataFolder(BrokerError):

@@ -61,6 +61,7 @@ PANELS = {
         "planned",
         "destination",
         "group",
+        "migrate",
         "scaling",
         "apply",
         "keys",

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from services.core.broker.contract import Broker, Lag, TopicSpec
-from services.core.broker.errors import BrokerError, NotOwner, Unavailable, UnsafeTopic
+from services.core.broker.errors import BrokerError, NotOwner, OffsetOutOfRange, Unavailable, UnsafeTopic
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.broker.several.broker import open_several
-from services.core.broker.several.brokers import Places
+from services.core.broker.several.brokers import Opening, Places
 from services.core.broker.several.consumer import Revocations, SeveralConsumer
 
 A, B = TopicPartition("a", 0), TopicPartition("b", 0)
@@ -74,6 +74,12 @@ def _both() -> tuple[ScriptedConsumer, ScriptedConsumer, SeveralConsumer, Revoca
     first, second = ScriptedConsumer(A), ScriptedConsumer(B)
     revocations = Revocations(_ignore)
     return first, second, SeveralConsumer([(first, ["a"]), (second, ["b"])], revocations), revocations
+
+
+@asynccontextmanager
+async def _open(own: str, openings: Mapping[str, Opening], streams: Mapping[str, str]) -> AsyncIterator[Broker]:
+    async with LogBroker.open(own) as default, open_several(default, openings, Places(streams)) as broker:
+        yield broker
 
 
 def _offsets(batches: list[Batch]) -> list[tuple[str, list[int]]]:
@@ -148,6 +154,17 @@ async def test_records_in_hand_are_kept_while_paused_and_dropped_when_revoked() 
     assert await consumer.poll(max_records=10, max_wait=0.01) == []
 
 
+async def test_an_error_counts_for_the_ownership_that_met_it() -> None:
+    """The partition comes back as another topic of this name: paused for the error of the old one it would wait for ever."""
+    first, second, consumer, revocations = _both()
+    first.error = OffsetOutOfRange("a", 0, 1, 5, 9)
+    second.give(1)
+    assert _offsets(await consumer.poll(max_records=10, max_wait=1)) == [("b", [0])]
+    first.error = None
+    await revocations(frozenset({A}))
+    assert await consumer.poll(max_records=10, max_wait=0.01) == []
+
+
 async def test_a_commit_reaches_all_that_can_be_reached() -> None:
     """Offsets on a broker that answers are durable, and the caller learns of the other one."""
     first, second, consumer, _ = _both()
@@ -175,7 +192,7 @@ async def test_a_broker_that_is_down_holds_up_its_topics_only(tmp_path: Path) ->
         async with LogBroker.open(str(tmp_path / "other")) as broker:
             yield broker
 
-    several = open_several(LogBroker.open(str(tmp_path / "own")), {"other": opening}, Places({"there": "other"}))
+    several = _open(str(tmp_path / "own"), {"other": opening}, {"there": "other"})
     async with several as broker, Producer(broker.appender) as producer:
         await broker.admin.create_topic(TopicSpec("here.out", 1))
         assert not (await producer.send("here.out", [Record(None, b"1", 0)])).failed
@@ -205,7 +222,7 @@ async def test_what_lives_elsewhere_is_not_shown(tmp_path: Path) -> None:
         await first.admin.create_topic(TopicSpec("moved", 2))
         await second.admin.create_topic(TopicSpec("moved", 3))
         await second.admin.create_topic(TopicSpec("foreign", 1))
-    several = open_several(LogBroker.open(own), {"other": partial(LogBroker.open, other)}, Places({"moved": "other"}))
+    several = _open(own, {"other": partial(LogBroker.open, other)}, {"moved": "other"})
     async with several as broker:
         assert await broker.admin.topics() == {"moved": 3}
         assert await broker.appender.partition_count("moved") == 3
@@ -217,7 +234,7 @@ async def test_a_stream_is_not_created_beside_its_former_topic(tmp_path: Path) -
     async with LogBroker.open(own) as first:
         await first.admin.create_topic(TopicSpec("orders", 1))
         await first.admin.create_topic(TopicSpec("shop.dead", 1))
-    several = open_several(LogBroker.open(own), {"other": partial(LogBroker.open, other)}, Places({"orders": "other"}))
+    several = _open(own, {"other": partial(LogBroker.open, other)}, {"orders": "other"})
     async with several as broker:
         with pytest.raises(UnsafeTopic, match="default has a topic of this name"):
             await broker.admin.create_topic(TopicSpec("orders", 1))

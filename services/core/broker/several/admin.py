@@ -6,7 +6,7 @@ from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
 from services.core.broker.errors import UnsafeTopic
 from services.core.broker.record import Batch
 from services.core.broker.rights import Right, RightsReader
-from services.core.broker.several.brokers import Brokers
+from services.core.broker.several.brokers import Brokers, shift_batch
 
 _ELSEWHERE = (
     "the pipe file says that it lives on {home}, and {there} has a topic of this name. Its events would be left behind there. "
@@ -56,13 +56,13 @@ class SeveralAdmin:
         await (await self._brokers.of(topic)).admin.add_partitions(topic, partitions)
 
     async def committed(self, group: str, topic: str) -> dict[int, int]:
-        return await (await self._brokers.of(topic)).admin.committed(group, topic)
+        return self._shift(topic, await (await self._brokers.of(topic)).admin.committed(group, topic))
 
     async def has_begun(self, group: str, topic: str) -> bool:
         return await (await self._brokers.of(topic)).admin.has_begun(group, topic)
 
     async def positions(self, group: str, topic: str) -> dict[int, int]:
-        return await (await self._brokers.of(topic)).admin.positions(group, topic)
+        return self._shift(topic, await (await self._brokers.of(topic)).admin.positions(group, topic))
 
     async def members(self, group: str) -> list[str]:
         """Of each broker: a member that reads on two of them has two names."""
@@ -72,7 +72,8 @@ class SeveralAdmin:
         return found
 
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
-        await (await self._brokers.of(topic)).admin.set_committed(group, topic, processed)
+        stored = {partition: offset - self._base(topic, partition) for partition, offset in processed.items()}
+        await (await self._brokers.of(topic)).admin.set_committed(group, topic, stored)
 
     async def copy_positions(self, group: str, to: str, topic: str) -> bool:
         return await (await self._brokers.of(topic)).admin.copy_positions(group, to, topic)
@@ -121,13 +122,26 @@ class SeveralAdmin:
         return right.kind == "group" or right.name in _ON_EACH or self._brokers.places.of(right.name) == name
 
     async def describe(self, topic: str) -> dict[int, PartitionRange]:
-        return await (await self._brokers.of(topic)).reader.describe(topic)
+        found = await (await self._brokers.of(topic)).reader.describe(topic)
+        bases = {partition: self._base(topic, partition) for partition in found}
+        return {
+            partition: PartitionRange(held.start + bases[partition], held.end + bases[partition])
+            for partition, held in found.items()
+        }
 
     async def next_at_least(self, topic: str) -> dict[int, int]:
-        return await (await self._brokers.of(topic)).reader.next_at_least(topic)
+        return self._shift(topic, await (await self._brokers.of(topic)).reader.next_at_least(topic))
 
     async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
-        return await (await self._brokers.of(topic)).reader.offsets_at(topic, start)
+        return self._shift(topic, await (await self._brokers.of(topic)).reader.offsets_at(topic, start))
 
     async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
-        return await (await self._brokers.of(topic)).reader.read(topic, partition, offset, max_records=max_records)
+        reader, base = (await self._brokers.of(topic)).reader, self._base(topic, partition)
+        batch = await reader.read(topic, partition, offset - base, max_records=max_records)
+        return None if batch is None else shift_batch(batch, base)
+
+    def _base(self, topic: str, partition: int) -> int:
+        return self._brokers.places.base(self._brokers.places.of(topic), topic, partition)
+
+    def _shift(self, topic: str, offsets: Mapping[int, int]) -> dict[int, int]:
+        return {partition: offset + self._base(topic, partition) for partition, offset in offsets.items()}

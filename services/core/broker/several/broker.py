@@ -1,14 +1,17 @@
 """The `Broker` above several brokers."""
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from services.core.broker.contract import Appended, Broker, Consumer, Features, OnRevoke, Start
+from services.core.broker.errors import Unavailable
 from services.core.broker.record import Record
 from services.core.broker.several.admin import SeveralAdmin
 from services.core.broker.several.brokers import DEFAULT, Brokers, Opening, Places
-from services.core.broker.several.consumer import Revocations, SeveralConsumer
+from services.core.broker.several.consumer import HomeConsumer, Revocations, SeveralConsumer
+
+_KNOWN_WITHIN_S = 5.0
 
 
 class SeveralAppender:
@@ -21,8 +24,16 @@ class SeveralAppender:
         return await (await self._brokers.of(topic)).appender.partition_count(topic)
 
     async def append(self, topic: str, partition: int, records: Sequence[Record], *, timeout: float) -> Appended:
-        appender = (await self._brokers.of(topic)).appender
-        return await appender.append(topic, partition, records, timeout=timeout)
+        """Waits while the topic is held for a migration. An append that ends when it is already elsewhere is in doubt."""
+        places = self._brokers.places
+        grant = await places.write_to(topic, timeout)
+        appender = (await self._brokers.named(grant.broker)).appender
+        appended = await appender.append(topic, partition, records, timeout=timeout)
+        await places.confirm(topic, grant, timeout)
+        base = places.base(grant.broker, topic, partition)
+        if base and appended.first >= 0:
+            appended = replace(appended, first=appended.first + base, last=appended.last + base)
+        return appended
 
 
 class SeveralBrokers:
@@ -31,14 +42,14 @@ class SeveralBrokers:
     resharding = None
 
     def __init__(self, brokers: Brokers) -> None:
-        self._brokers = brokers
+        self.brokers = brokers
         self.admin = self.reader = SeveralAdmin(brokers)
         self.appender = SeveralAppender(brokers)
 
     @property
     def features(self) -> Features:
         """Of those that are open now."""
-        first, *others = (broker.features for broker in self._brokers.opened())
+        first, *others = (broker.features for broker in self.brokers.opened())
         for one in others:
             first = replace(
                 first,
@@ -52,33 +63,39 @@ class SeveralBrokers:
         self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
     ) -> AsyncIterator[Consumer]:
         """As in the contract: a membership on each broker that has one of the topics. All must be there for the join."""
-        parts = self._brokers.by_broker(topics)
+        places = self.brokers.places
+        for topic in topics:
+            await places.known(topic, _KNOWN_WITHIN_S)
+            if places.is_leaving(topic):
+                raise Unavailable(
+                    f"{topic} is moved away from broker {places.of(topic)}. Its readers wait until that has ended"
+                )
+        parts = self.brokers.by_broker(topics)
         if len(parts) <= 1:
-            broker = await self._brokers.named(next(iter(parts), DEFAULT))
+            broker = await self.brokers.named(next(iter(parts), DEFAULT))
             async with broker.consumer(group, topics, start=start, on_revoke=on_revoke) as consumer:
-                yield consumer
+                yield HomeConsumer(consumer, topics, self.brokers.places)
             return
         revocations = Revocations(on_revoke)
         async with AsyncExitStack() as stack:
             members = []
             for name, some in parts.items():
-                broker = await self._brokers.named(name)
+                broker = await self.brokers.named(name)
                 joining = broker.consumer(group, some, start=start, on_revoke=revocations)
                 members.append((await stack.enter_async_context(joining), some))
-            yield SeveralConsumer(members, revocations)
+            yield HomeConsumer(SeveralConsumer(members, revocations), topics, self.brokers.places)
 
     async def probe(self, topic: str, *, timeout: float) -> None:
-        await (await self._brokers.of(topic)).probe(topic, timeout=timeout)
+        await (await self.brokers.of(topic)).probe(topic, timeout=timeout)
 
 
 @asynccontextmanager
 async def open_several(
-    default: AbstractAsyncContextManager[Broker], openings: Mapping[str, Opening], places: Places
-) -> AsyncIterator[Broker]:
-    """Entering opens the default broker; the others are opened when they are needed. Leaving closes all."""
-    async with default as opened:
-        brokers = Brokers(opened, openings, places)
-        try:
-            yield SeveralBrokers(brokers)
-        finally:
-            await brokers.close()
+    default: Broker, openings: Mapping[str, Opening], places: Places
+) -> AsyncIterator[SeveralBrokers]:
+    """default: open. The others are opened when they are needed. Leaving closes these."""
+    brokers = Brokers(default, openings, places)
+    try:
+        yield SeveralBrokers(brokers)
+    finally:
+        await brokers.close()

@@ -4,10 +4,11 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Final
+from typing import Final, NamedTuple
 
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerClosed, BrokerError, Unavailable
+from services.core.broker.record import Batch
 
 DEFAULT: Final = "default"
 """The name of the fleet's own broker, that of `--broker`. It has every topic but streams that say otherwise."""
@@ -16,8 +17,18 @@ AGAIN_AFTER_S = 1.0
 """After a broker could not be opened, calls fail with the same error for so long."""
 
 
+class Grant(NamedTuple):
+    """Where a writer may write, by the state `epoch` of the stream's home."""
+
+    broker: str
+    epoch: int
+
+
 class Places:
-    """Which broker each stream lives on: `streams`, by name. All other topics are on the default broker."""
+    """Which broker each stream lives on: `streams`, by name. All other topics are on the default broker.
+
+    Here they stay where they are. `services.core.homes` moves them.
+    """
 
     def __init__(self, streams: Mapping[str, str]) -> None:
         self._streams = streams
@@ -29,6 +40,32 @@ class Places:
     def used(self) -> set[str]:
         """The names of the brokers that have topics of the fleet."""
         return {DEFAULT, *self._streams.values()}
+
+    def base(self, name: str, topic: str, partition: int) -> int:
+        """What is added to the offsets of this partition on that broker."""
+        return 0
+
+    async def write_to(self, topic: str, timeout: float) -> Grant:
+        """Where to append now; waits while the topic is held. Raises Unavailable after `timeout` seconds."""
+        return Grant(self.of(topic), -1)
+
+    async def confirm(self, topic: str, grant: Grant, timeout: float) -> None:
+        """Called when the append has just ended. Raises OutcomeUnknown unless the grant was valid until now."""
+
+    async def known(self, topic: str, timeout: float) -> None:
+        """Waits until it is known where the topic is. Raises Unavailable after `timeout` seconds."""
+
+    def is_leaving(self, topic: str) -> bool:
+        """Whether its readers must leave, because it moves."""
+        return False
+
+
+def shift_batch(batch: Batch, base: int) -> Batch:
+    """The batch with its offsets `base` higher."""
+    if not base:
+        return batch
+    damage = batch.damage and batch.damage._replace(first=batch.damage.first + base, last=batch.damage.last + base)
+    return Batch(batch.topic, batch.partition, [offset + base for offset in batch.offsets], batch.records, damage)
 
 
 Opening = Callable[[], AbstractAsyncContextManager[Broker]]
@@ -59,6 +96,10 @@ class Brokers:
         found = self._open.get(name)
         if found is not None:
             return found
+        if name not in self._locks:
+            raise Unavailable(
+                f"a stream lives on broker {name}, which the pipe file lacks. Try: brokers: {{{name}: URL}} in it"
+            )
         async with self._locks[name]:
             return self._open.get(name) or await self._open_now(name)
 

@@ -5,8 +5,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from services.core.broker.contract import Consumer, Lag, OnRevoke
-from services.core.broker.errors import BrokerError, NotOwner
+from services.core.broker.errors import BrokerError, DataDamaged, HomeChanged, NotOwner, OffsetOutOfRange
 from services.core.broker.record import Batch, TopicPartition
+from services.core.broker.several.brokers import Places, shift_batch
 
 
 class Revocations:
@@ -102,6 +103,7 @@ class SeveralConsumer:
     def _forget(self, partitions: frozenset[TopicPartition]) -> None:
         self._read = [batch for batch in self._read if batch.source not in partitions]
         self._paused -= partitions
+        self._errors = deque(error for error in self._errors if not _sources_of(error) & partitions)
 
     async def commit(self, processed: Mapping[TopicPartition, int]) -> None:
         """As in the contract. When a broker is not available, what is on the others is committed."""
@@ -144,6 +146,54 @@ class SeveralConsumer:
             if (consumer := self._by_topic.get(source.topic)) is not None:
                 found.setdefault(consumer, []).append(source)
         return found
+
+
+class HomeConsumer:
+    """`Consumer` of topics that may move: it reads only while they are where they were at the join. Its offsets are those of
+    `Places.base`."""
+
+    def __init__(self, consumer: Consumer, topics: Collection[str], places: Places) -> None:
+        self._consumer, self._places = consumer, places
+        self._homes = {topic: places.of(topic) for topic in topics}
+
+    async def poll(self, *, max_records: int, max_wait: float) -> list[Batch]:
+        """As in the contract. Raises Unavailable while it is not known where a topic is, and HomeChanged when it has moved."""
+        for topic, home in self._homes.items():
+            if self._places.of(topic) == home:
+                await self._places.known(topic, max_wait)
+            if self._places.of(topic) != home or self._places.is_leaving(topic):
+                raise HomeChanged(
+                    f"{topic} is moved away from broker {home}: its readers leave, and join where it is then"
+                )
+        batches = await self._consumer.poll(max_records=max_records, max_wait=max_wait)
+        return [shift_batch(batch, self._base(batch.source)) for batch in batches]
+
+    async def commit(self, processed: Mapping[TopicPartition, int]) -> None:
+        await self._consumer.commit({source: offset - self._base(source) for source, offset in processed.items()})
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        self._consumer.pause(partitions)
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        self._consumer.resume(partitions)
+
+    def assignment(self) -> frozenset[TopicPartition]:
+        return self._consumer.assignment()
+
+    async def lag(self) -> dict[TopicPartition, Lag]:
+        return await self._consumer.lag()
+
+    def _base(self, source: TopicPartition) -> int:
+        return self._places.base(self._homes[source.topic], source.topic, source.partition)
+
+
+def _sources_of(error: BrokerError) -> frozenset[TopicPartition]:
+    """The partitions that an error is about. It counts for the ownership that met it."""
+    if isinstance(error, OffsetOutOfRange):
+        return frozenset({TopicPartition(error.topic, error.partition)})
+    if isinstance(error, DataDamaged):
+        return frozenset(TopicPartition(error.topic, partition) for partition, _, _ in error.ranges)
+    return frozenset()
 
 
 def _slice(batch: Batch, start: int, end: int) -> Batch:

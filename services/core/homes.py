@@ -1,0 +1,286 @@
+"""Where each stream lives now. The pipe file says it (`on`); a migration changes it while the fleet runs.
+
+A migration writes a record into `penstock.control` for each step, and every process of the fleet follows that topic. So the
+steps survive the machine of the operator: whoever runs the command again goes on. Each record names the one that it continues
+(`of`). It is void when another came first. So the order in the topic decides between a migration, one that was frozen, and
+writers that waited long enough.
+
+| state | writers | readers | begins when |
+|---|---|---|---|
+| none | the home | the home | |
+| copying | the home | the home | the topic is there on the other broker |
+| held | wait | the home | the copy is nearly complete |
+| written | the other broker | leave, and wait | the copy is complete, and was compared |
+| none again | the other broker | the other broker | no member reads at the former home, and the positions are copied |
+
+**Writers** know a state for LEASE_S after they have read the topic. An append that ends later, or in another state, is in doubt:
+it is repeated where the stream lives then. So a migration that waits for LEASE_S behind `held` misses no acknowledged event, also
+when a writer was frozen. Writers that are held for HOLD_S write `released`, and continue at the home: a migration that died holds
+nothing up.
+
+**Offsets stay the same.** `bases`: what is added to the offsets on a broker, by partition. The copy of a record has the offset of
+the record, so the positions of groups, the ledger, tokens and places of records stay valid.
+"""
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+import msgspec
+import structlog
+
+from services.core import metrics
+from services.core.broker.contract import Broker
+from services.core.broker.errors import BrokerError, OutcomeUnknown, Unavailable, UnknownTopic
+from services.core.broker.record import Record
+from services.core.broker.several.brokers import DEFAULT, Grant, Places
+from services.core.pauses import ControlTopic
+from services.core.topic_names import CONTROL
+from services.core.version import newer_format
+
+log = structlog.get_logger()
+
+LEASE_S = 1.0
+HOLD_S = 3.0
+FOLLOW_S = 0.2
+"""Seconds between two reads of the topic."""
+_KEY = "home:"
+_VERSION = 1
+_APPEND_S = 2.0
+
+State = Literal["copying", "held", "released", "written", "moved", "undone", "finished"]
+
+
+class Move(msgspec.Struct, frozen=True):
+    """One record. to: the other broker. of: the offset of the record before it, -1 for the first. In `copying`: home, the broker
+    that it moves from; bases, as in the module, of the other one. In `written`: ends, of the copy. at: ms since the epoch.
+    version: of this format."""
+
+    state: State
+    to: str
+    of: int
+    by: str
+    at: int
+    home: str = ""
+    bases: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    version: int = _VERSION
+
+
+class Home(msgspec.Struct, frozen=True):
+    """Of one stream. readers, writers: names of brokers. state: of the migration, None without one. to: where it goes.
+
+    former: the broker that has its former topic, until the migration is finished. epoch: the offset of the last record that
+    counts.
+    """
+
+    readers: str
+    writers: str
+    epoch: int = -1
+    state: State | None = None
+    to: str = ""
+    former: str = ""
+    bases: Mapping[str, Mapping[int, int]] = {}
+    ends: Mapping[int, int] = {}
+    """Where the former topic ended when the stream was handed over."""
+
+    def after(self, offset: int, move: Move) -> "Home | None":
+        """The home when this record counts; None when it is void."""
+        if move.of != self.epoch:
+            return None
+        new = msgspec.structs.replace(self, epoch=offset)
+        match (self.state, move.state):
+            case (None, "copying") if self.epoch < 0 and move.home:  # whatever the pipe file says now
+                new = Home(move.home, move.home, offset)
+                return msgspec.structs.replace(new, state="copying", to=move.to, bases={move.to: move.bases})
+            case (None, "copying") if move.to != self.readers and self.former in ("", move.to):
+                bases = dict(self.bases) | {move.to: move.bases}
+                return msgspec.structs.replace(new, state="copying", to=move.to, bases=bases)
+            case ("copying", "held"):
+                return msgspec.structs.replace(new, state="held")
+            case ("held", "released"):
+                return msgspec.structs.replace(new, state="copying")
+            case ("held", "written"):
+                return msgspec.structs.replace(new, state="written", writers=self.to, ends=move.ends)
+            case ("written", "moved"):
+                return msgspec.structs.replace(new, state=None, readers=self.to, to="", former=self.readers)
+            case ("copying", "undone"):
+                return msgspec.structs.replace(new, state=None, to="")
+            case (None, "finished") if self.former:
+                return msgspec.structs.replace(new, former="")
+        return None
+
+
+def _now() -> float:
+    """Seconds that also pass while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Homes(Places):
+    """The homes, as far as the control topic was read. `refresh` before the first use, `follow` from then on."""
+
+    def __init__(self, streams: Mapping[str, str], broker: Broker) -> None:
+        """streams: the broker of each by the pipe file. broker: the fleet's own."""
+        super().__init__(streams)
+        self._broker, self._topic = broker, ControlTopic(broker.reader)
+        self._homes = {name: Home(on, on) for name, on in streams.items()}
+        self._known_until = float("-inf")
+        self._ended: dict[tuple[str, int], float] = {}
+        """Until when a former epoch of a stream was known to be in force."""
+        self._held_since: dict[str, float] = {}
+        self._read = asyncio.Event()
+
+    def home(self, stream: str) -> Home:
+        return self._homes[stream]
+
+    def of(self, topic: str) -> str:
+        home = self._homes.get(topic)
+        return super().of(topic) if home is None else home.readers
+
+    def used(self) -> set[str]:
+        return {DEFAULT} | {name for home in self._homes.values() for name in (home.readers, home.writers)}
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether any stream was ever moved."""
+        return any(home.epoch >= 0 for home in self._homes.values())
+
+    def on(self, names: Collection[str]) -> list[tuple[str, str]]:
+        """The streams that live, or are written, on one of these brokers, and which."""
+        return [
+            (stream, one) for stream, home in self._homes.items() for one in {home.readers, home.writers} & set(names)
+        ]
+
+    def base(self, name: str, topic: str, partition: int) -> int:
+        home = self._homes.get(topic)
+        return 0 if home is None else home.bases.get(name, {}).get(partition, 0)
+
+    async def refresh(self) -> None:
+        """Read the topic to its end. Raises BrokerError kinds."""
+        began = _now()
+        try:
+            async for offset, record in self._topic.read_new():
+                self._apply(offset, record)
+        except UnknownTopic:
+            pass  # before the first `penstock apply`
+        self._known_until = began + LEASE_S
+        event, self._read = self._read, asyncio.Event()
+        event.set()
+
+    async def follow(self) -> None:
+        """Until it is cancelled."""
+        is_failing = False
+        while True:
+            try:
+                await self.refresh()
+                is_failing = False
+            except BrokerError as error:
+                if not is_failing:
+                    log.warning("homes_unreadable", topic=CONTROL, error=str(error), hint="it is tried again")
+                is_failing = True
+            await asyncio.sleep(FOLLOW_S)
+
+    def _apply(self, offset: int, record: Record) -> None:
+        key = (record.key or b"").decode(errors="replace")
+        stream = key.removeprefix(_KEY)
+        if not key.startswith(_KEY) or stream not in self._homes:
+            return
+        try:
+            move = msgspec.json.decode(record.value or b"", type=Move)
+        except msgspec.DecodeError as error:
+            log.warning("control_record_unreadable", topic=CONTROL, offset=offset, error=str(error))
+            return
+        if move.version > _VERSION:
+            text = newer_format(f"the record {CONTROL}:0:{offset}", move.version, _VERSION)
+            log.error("control_record_newer", topic=CONTROL, offset=offset, error=text)
+            return
+        home = self._homes[stream]
+        if (new := home.after(offset, move)) is None:
+            return
+        self._ended[stream, home.epoch] = self._known_until
+        self._homes[stream] = new
+        if new.state == "held":
+            self._held_since[stream] = _now()
+        if self._known_until > 0:  # not what was before this process began
+            metrics.BROKER_HOME_CHANGES.labels(stream, move.state).inc()
+            log.info(
+                "stream_home", stream=stream, state=new.state or "settled", readers=new.readers, writers=new.writers
+            )
+
+    async def write_to(self, topic: str, timeout: float) -> Grant:
+        if topic not in self._homes:
+            return await super().write_to(topic, timeout)
+        deadline = _now() + timeout
+        while True:
+            home = self._homes[topic]
+            if home.state != "held" and _now() <= self._known_until:
+                return Grant(home.writers, home.epoch)
+            if home.state == "held" and _now() > self._held_since[topic] + HOLD_S:
+                try:
+                    await self.record(topic, "released", by="a writer")
+                except BrokerError as error:
+                    raise Unavailable(f"{topic} is held for a migration, and that cannot be ended: {error}") from error
+                continue
+            await self._wait_for_read(deadline, topic)
+
+    async def confirm(self, topic: str, grant: Grant, timeout: float) -> None:
+        if topic not in self._homes:
+            return
+        ended = _now()
+        while ended > (until := self._granted_until(topic, grant.epoch)):
+            if self._homes[topic].epoch != grant.epoch:
+                raise OutcomeUnknown(
+                    f"{topic} was moved while events were stored: known until {until:.1f}, stored {ended:.1f}"
+                )
+            try:
+                await self._wait_for_read(ended + timeout, topic)
+            except Unavailable as error:
+                raise OutcomeUnknown(str(error)) from error
+
+    def _granted_until(self, topic: str, epoch: int) -> float:
+        return self._known_until if self._homes[topic].epoch == epoch else self._ended[topic, epoch]
+
+    async def known(self, topic: str, timeout: float) -> None:
+        if topic not in self._homes:
+            return
+        deadline = _now() + timeout
+        while _now() > self._known_until:
+            await self._wait_for_read(deadline, topic)
+
+    def is_leaving(self, topic: str) -> bool:
+        return topic in self._homes and self._homes[topic].state == "written"
+
+    async def _wait_for_read(self, deadline: float, topic: str) -> None:
+        """Until the topic was read again. Raises Unavailable."""
+        try:
+            async with asyncio.timeout(max(0.0, min(deadline - _now(), HOLD_S))):
+                await self._read.wait()
+        except TimeoutError:
+            if _now() < deadline:
+                return
+            home = self._homes[topic]
+            why = f"it is moved to {home.to}" if home.state == "held" else f"{CONTROL} cannot be read"
+            raise Unavailable(f"{topic}: nothing is stored now: {why}") from None
+
+    async def record(
+        self,
+        stream: str,
+        state: State,
+        *,
+        by: str,
+        to: str = "",
+        bases: Mapping[int, int] | None = None,
+        ends: Mapping[int, int] | None = None,
+    ) -> bool:
+        """Write the next step durably, and read it. Gives whether it counts. Raises BrokerError kinds."""
+        home = self._homes[stream]
+        now = time.time_ns() // 1_000_000
+        left = home.readers if state == "copying" else ""
+        move = Move(state, to or home.to, home.epoch, by, now, left, dict(bases or {}), dict(ends or {}))
+        record = Record(f"{_KEY}{stream}".encode(), msgspec.json.encode(move), move.at)
+        stored = await self._broker.appender.append(CONTROL, 0, [record], timeout=_APPEND_S)
+        for _, error in stored.failed:
+            raise error
+        await self.refresh()
+        return self._homes[stream].epoch == stored.last

@@ -1,0 +1,368 @@
+"""The steps of a migration: begin, copy and compare, hold the writers, hand over, move the groups. Each may be repeated."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from services.core import homes as timing
+from services.core.broker.contract import Broker, TopicSpec
+from services.core.broker.errors import BrokerError, GroupHasMembers, TopicExists, UnknownTopic
+from services.core.broker.producer import Producer
+from services.core.broker.several.broker import SeveralBrokers
+from services.core.broker.several.brokers import DEFAULT
+from services.core.homes import Home, Homes, State
+from services.core.pipes import PipeFile
+from services.core.topic_names import delivery_group, lanes_of, removed_lanes
+from services.fleet.migrate.copying import CopyDiffers, StreamCopy
+from services.fleet.problem import CommandFailed, unknown_name
+
+_MARGIN_S = 0.2
+"""Beside the lease: clocks of two processes run a little differently."""
+NEARLY_S = 0.4
+"""The writers are held when a pass over what is new takes less."""
+LEAVE_S = 120.0
+_AGAIN_S = 0.2
+_PATIENCE_S = 60.0
+
+Show = Callable[[str, int, int], None]
+"""Called with the step, and the number of events that are done, of how many."""
+
+
+class Result(NamedTuple):
+    """events, origins: compared. missing: origins that the copy lacked. held_s: for how long writers were held. groups: moved.
+    late: events that came to the former topic after the stream was handed over, and were stored in the stream."""
+
+    home: Home
+    events: int = 0
+    origins: int = 0
+    missing: int = 0
+    held_s: float = 0.0
+    groups: int = 0
+    late: int = 0
+
+    def as_json(self, stream: str) -> dict[str, Any]:
+        home = self.home
+        return {
+            "stream": stream,
+            "home": home.readers,
+            "state": home.state or "settled",
+            "to": home.to or None,
+            "former": home.former or None,
+            "events": self.events,
+            "origins": self.origins,
+            "missing": self.missing,
+            "held_s": round(self.held_s, 3),
+            "groups": self.groups,
+            "late": self.late,
+        }
+
+
+def check_movable(pipes: PipeFile, stream: str, to: str | None) -> None:
+    """Raises CommandFailed when this stream, or a stream to that broker, is never moved."""
+    if stream not in pipes.streams:
+        raise unknown_name(f"the pipe file has no stream {stream}", stream, pipes.streams)
+    if not pipes.brokers:
+        raise CommandFailed(
+            "the pipe file names no other broker", "brokers: {NAME: URL} in it, and penstock up", status=2
+        )
+    names = [DEFAULT, *pipes.brokers]
+    if to is not None and to not in names:
+        raise unknown_name(f"the pipe file has no broker {to}", to, names)
+    if pipes.streams[stream].topic is not None:
+        raise CommandFailed(f"{stream} is a topic of others, and only they can move it", "its owner", status=2)
+    if pipes.streams[stream].compact:
+        raise CommandFailed(
+            f"{stream} is compacted: what was removed is missing in its offsets, so a copy cannot have the same",
+            "a pipe that copies it into a compacted stream on the other broker",
+            status=2,
+        )
+    readers = [name for name, pipe in pipes.pipes.items() if pipe.transform is not None and stream in pipe.sources]
+    if readers:
+        raise CommandFailed(
+            f"the transform of {readers[0]} reads {stream}, and its position is in its checkpoint, which knows one broker",
+            "a pipe without a transform that copies it into a stream on the other broker",
+            status=2,
+        )
+
+
+class Migration:
+    """Of one stream. by: who does it. show: the progress. pace: called before each step, for tests."""
+
+    def __init__(
+        self,
+        fleet: SeveralBrokers,
+        homes: Homes,
+        pipes: PipeFile,
+        stream: str,
+        by: str,
+        show: Show = lambda _step, _done, _of: None,
+        before: Callable[[str], None] = lambda _step: None,
+    ) -> None:
+        self._fleet, self._homes, self._pipes = fleet, homes, pipes
+        self._stream, self._by, self._show, self._before = stream, by, show, before
+        self._copy: StreamCopy | None = None
+        self._held_s = 0.0
+        self._groups = self._late = 0
+
+    @property
+    def home(self) -> Home:
+        """The state now, as far as it was read."""
+        return self._homes.home(self._stream)
+
+    def result(self) -> Result:
+        if self._copy is None:
+            return Result(self.home, late=self._late)
+        return Result(self.home, self._copy.events, *self._copy.origins.counts(), self._held_s, self._groups)
+
+    async def run(self, to: str) -> Result:
+        """Until the stream lives on broker `to`; goes on where an earlier run ended. Raises CommandFailed, BrokerError kinds."""
+        await self._homes.refresh()
+        if self.home.state is not None and self.home.to != to:
+            raise CommandFailed(
+                f"{self._stream} is being moved to {self.home.to}",
+                f"penstock migrate {self._stream} --to {self.home.to}, or --undo",
+            )
+        if self.home.state is None and self.home.readers != to:
+            await self._begin(to)
+        while self.home.state is not None:
+            await self._step()
+        return self.result()
+
+    async def _step(self) -> None:
+        match self.home.state:
+            case "copying":
+                await self._patiently(self._follow)
+                await self._check_groups()
+                await self._record("held")
+            case "held":
+                await self._hand_over()
+            case "written":
+                await self._move_groups()
+        await self._homes.refresh()
+
+    async def _patiently(self, step: Callable[[], Awaitable[None]]) -> None:
+        """Repeat a step that may be repeated, while a broker is not available."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                await step()
+            except BrokerError as error:
+                if not error.retriable or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                return
+
+    async def _record(self, state: State, **more: Any) -> bool:
+        self._before(state)
+        counts = await self._homes.record(self._stream, state, by=self._by, **more)
+        self._before(f"after {state}")
+        return counts
+
+    async def _begin(self, to: str) -> None:
+        """Make the topic there, empty, and write down where its offsets begin."""
+        home = self.home
+        if home.former not in ("", to):
+            raise CommandFailed(
+                f"{self._stream} was moved from {home.former}, and its former topic is still there",
+                f"penstock migrate {self._stream} --finish, which deletes it",
+            )
+        source, target = await self._named(home.readers), await self._named(to)
+        self._show("creates the topic", 0, 1)
+        partitions = (await source.admin.topics()).get(self._stream)
+        if partitions is None:
+            raise CommandFailed(f"{home.readers} has no topic {self._stream}", "penstock apply")
+        self._before("create")
+        if home.former == to:  # its end is not certain: an append whose writer was frozen may have arrived later
+            await self._delete_topic(target)
+        spec = TopicSpec(self._stream, partitions, retention_ms=int(self._pipes.streams[self._stream].retention * 1000))
+        try:
+            await target.admin.create_topic(spec)
+        except TopicExists:
+            there = await target.reader.describe(self._stream)
+            if len(there) != partitions or any(held.end for held in there.values()):
+                raise CommandFailed(
+                    f"broker {to} has a topic {self._stream} already, with events or with another number of partitions",
+                    "deleting it there, when nobody needs it",
+                ) from None
+        await target.admin.create_own_topics()
+        stored = await source.reader.describe(self._stream)
+        known = home.bases.get(home.readers, {})
+        bases = {partition: held.start + known.get(partition, 0) for partition, held in stored.items()}
+        await self._record("copying", to=to, bases=bases)
+
+    async def _named(self, name: str) -> Broker:
+        return await self._fleet.brokers.named(name)
+
+    async def _stream_copy(self) -> StreamCopy:
+        if self._copy is None:
+            home = self.home
+            source, target = await self._named(home.readers), await self._named(home.to)
+            bases = home.bases
+            self._copy = StreamCopy(self._stream, source, target, bases.get(home.readers, {}), bases.get(home.to, {}))
+        return self._copy
+
+    async def _follow(self) -> None:
+        """Copy and compare, until little is left to do."""
+        copy = await self._stream_copy()
+        while True:
+            began = time.monotonic()
+            self._before("copy")
+            ends = await copy.ends()
+            await copy.advance()
+            await copy.compare()
+            self._show("copies and compares", copy.events, sum(ends.values()) - sum(self._bases().values()))
+            if time.monotonic() - began < NEARLY_S:
+                return
+
+    def _bases(self) -> Mapping[int, int]:
+        return self.home.bases.get(self.home.to, {})
+
+    async def _hand_over(self) -> None:
+        """The writers are held, or are continuing by themselves. Copy the rest, compare it, and give the stream to its new home.
+
+        Nothing that was acknowledged ends after the lease, and `written` is void when a writer went on.
+        """
+        began = time.monotonic()
+        copy = await self._stream_copy()
+        try:
+            await asyncio.sleep(timing.LEASE_S + _MARGIN_S)
+            self._show("holds the writers", copy.events, copy.events)
+            self._before("drain")
+            await copy.advance()
+            if await copy.ends() != await copy.copied():
+                return  # a late append: the next turn finds it, or that the writers went on
+            await copy.compare()
+            if copy.origins.counts()[1]:
+                raise CopyDiffers(f"{self._stream}: the copy lacks events", f"penstock migrate {self._stream} --undo")
+            await self._record("written", ends=await copy.copied())
+        except BrokerError as error:
+            if not error.retriable:
+                raise
+            await asyncio.sleep(_AGAIN_S)
+        except CopyDiffers:
+            await self._record("released")
+            raise
+        finally:
+            self._held_s = max(self._held_s, time.monotonic() - began)
+
+    def _delivery_groups(self) -> list[str]:
+        """All that may have a position in the stream."""
+        lanes = sorted(lanes_of(self._pipes) | removed_lanes(self._pipes).keys())
+        return [delivery_group(*lane.split("/", 1)) for lane in lanes]
+
+    async def _positions(self) -> dict[str, dict[int, int]]:
+        """By group, where it continues in the copy, by the offsets there."""
+        home = self.home
+        admin = (await self._named(home.readers)).admin
+        here, there = home.bases.get(home.readers, {}), home.bases.get(home.to, {})
+        found: dict[str, dict[int, int]] = {}
+        for group in self._delivery_groups():
+            positions = await admin.positions(group, self._stream)
+            if positions:
+                found[group] = {one: at + here.get(one, 0) - there.get(one, 0) for one, at in positions.items()}
+        return found
+
+    async def _check_groups(self) -> None:
+        """Raises CommandFailed for a group whose next events are gone already: at its new place nobody would notice."""
+        for group, positions in (await self._positions()).items():
+            if gone := [partition for partition, at in positions.items() if at < 0]:
+                raise CommandFailed(
+                    f"the group {group} has not read events of {self._stream}[{gone[0]}] that retention has removed",
+                    "penstock group skip, as in 'When a partition stops' in docs/operating.md, then the same command",
+                )
+
+    async def _move_groups(self) -> None:
+        """When all readers have left: the position of each group, in the copy."""
+        home = self.home
+        source, target = await self._named(home.readers), await self._named(home.to)
+        self._show("waits until the readers have left", 0, 1)
+        await asyncio.sleep(timing.LEASE_S + _MARGIN_S)
+        deadline = time.monotonic() + LEAVE_S
+        while still := await _with_members(source, self._delivery_groups(), self._stream):
+            if time.monotonic() > deadline:
+                raise CommandFailed(
+                    f"members of {', '.join(still)} still read {self._stream} on {home.readers} after {LEAVE_S:.0f} s",
+                    "that they run this version with this pipe file, then the same command",
+                )
+            await asyncio.sleep(_AGAIN_S)
+        self._before("groups")
+        moved = await self._positions()
+        for group, positions in moved.items():
+            while True:
+                try:
+                    await target.admin.set_committed(
+                        group, self._stream, {one: at - 1 for one, at in positions.items()}
+                    )
+                    break
+                except GroupHasMembers:  # those that read other streams there
+                    if time.monotonic() > deadline:
+                        raise
+                    await asyncio.sleep(_AGAIN_S)
+        self._groups = len(moved)
+        await self._record("moved")
+
+    async def undo(self) -> Result:
+        """Give up a migration that has not handed over yet; after that, move the stream back."""
+        await self._homes.refresh()
+        home = self.home
+        if home.state is None and home.former:
+            return await self.run(home.former)
+        if home.state is None:
+            raise CommandFailed(f"{self._stream} is not being moved, and no earlier move can be undone", "--status")
+        if home.state == "written":
+            return await self.run(home.to)  # half-way, forward is shorter; then it can be moved back
+        if home.state == "held":
+            await self._record("released")
+        if await self._record("undone"):
+            await self._delete_topic(await self._named(home.to))
+        return self.result()
+
+    async def finish(self) -> Result:
+        """Delete the former topic. The move cannot be undone afterwards."""
+        await self._homes.refresh()
+        home = self.home
+        if home.state is not None or not home.former:
+            text = f"is being moved to {home.to}" if home.state is not None else "has no former topic"
+            raise CommandFailed(f"{self._stream} {text}: there is nothing to finish", "--status")
+        self._late = await self._store_late()
+        await self._delete_topic(await self._named(home.former))
+        await self._record("finished")
+        return self.result()
+
+    async def _store_late(self) -> int:
+        """Send what was written to the former topic after the stream was handed over to the stream. Gives their number.
+
+        Nobody has answered for these events: their writers were frozen, and have repeated them. Or a writer does not follow the
+        homes, because it runs with a pipe file without `brokers`. So they are stored, maybe twice.
+        """
+        home, count = self.home, 0
+        former = await self._named(home.former)
+        try:
+            stored = await former.reader.describe(self._stream)
+        except UnknownTopic:
+            return 0
+        async with Producer(self._fleet.appender) as producer:
+            for partition, held in stored.items():
+                base = home.bases.get(home.former, {}).get(partition, 0)
+                offset = max(held.start, home.ends.get(partition, held.end + base) - base)
+                while offset < held.end:
+                    batch = await former.reader.read(self._stream, partition, offset, max_records=500)
+                    if batch is None:
+                        break
+                    (await producer.send_to(self._stream, {partition: batch.records})).raise_first()
+                    offset, count = batch.offsets[-1] + 1, count + len(batch.records)
+        return count
+
+    async def _delete_topic(self, broker: Broker) -> None:
+        with suppress(UnknownTopic):
+            await broker.admin.delete_topic(self._stream)
+
+
+async def _with_members(broker: Broker, groups: Collection[str], stream: str) -> list[str]:
+    """The groups that have a position in the stream, and living members on this broker."""
+    return [
+        group for group in groups if await broker.admin.has_begun(group, stream) and await broker.admin.members(group)
+    ]

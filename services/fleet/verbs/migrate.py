@@ -1,0 +1,134 @@
+"""`penstock migrate`: move a stream to another broker while the fleet runs."""
+
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvloop
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from services.core.broker.connect import BadBrokerUrl
+from services.core.broker.errors import BrokerError
+from services.core.broker.several.broker import SeveralBrokers
+from services.core.fleet_broker import open_with_homes
+from services.core.homes import Homes
+from services.core.pipes import PipeFile, load_pipes
+from services.core.units import format_count
+from services.fleet.access import find_broker, find_pipes
+from services.fleet.console import ERR, print_note
+from services.fleet.dead.audit import whoami
+from services.fleet.migrate.steps import Migration, Result, Show, check_movable
+from services.fleet.problem import CommandFailed
+from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
+
+StreamArgument = Annotated[str, typer.Argument(help="The stream's name.")]
+
+
+@APP.command(
+    epilog=example(
+        "penstock migrate orders --to msk\npenstock migrate orders --status\npenstock migrate orders --undo\n"
+        "penstock migrate orders --finish"
+    )
+)
+def migrate(
+    stream: StreamArgument,
+    to: Annotated[
+        str | None, typer.Option(help="The broker, by its name in the pipe file; default: the fleet's own.")
+    ] = None,
+    status: Annotated[bool, typer.Option("--status", help="Show where the stream lives. Changes nothing.")] = False,
+    undo: Annotated[
+        bool, typer.Option("--undo", help="Give the migration up; one that has ended is moved back.")
+    ] = False,
+    finish: Annotated[
+        bool, typer.Option("--finish", help="Delete the former topic. After that nothing can be undone.")
+    ] = False,
+    pipes: Pipes = None,
+    broker: BrokerUrl = None,
+    data: Data = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """Move a stream, with its events and the positions of its readers, to another broker of the pipe file.
+
+    The fleet runs meanwhile. When the command is killed, the same command goes on. All services must run with a pipe file that
+    names the brokers.
+    """
+    if (to is not None) + status + undo + finish != 1:
+        raise CommandFailed(
+            "what is to be done is not clear", "exactly one of --to BROKER, --status, --undo and --finish", status=2
+        )
+    file = load_pipes(find_pipes(pipes, data))
+    check_movable(file, stream, to)
+    with _progress() as show:
+
+        async def act(migration: Migration) -> Result:
+            if to is not None:
+                return await migration.run(to)
+            if undo:
+                return await migration.undo()
+            return await migration.finish() if finish else migration.result()
+
+        result = uvloop.run(_with_migration(find_broker(broker, data), file, stream, show, act))
+    if as_json:
+        typer.echo(json.dumps(result.as_json(stream)))
+        return
+    for line in describe(result, stream, in_file=file.streams[stream].home):
+        print_note(line)
+
+
+async def _with_migration(
+    url: str, pipes: PipeFile, stream: str, show: Show, act: Callable[[Migration], Awaitable[Result]]
+) -> Result:
+    try:
+        async with open_with_homes(url, pipes) as fleet:
+            assert isinstance(fleet, SeveralBrokers)
+            homes = fleet.brokers.places
+            assert isinstance(homes, Homes)
+            return await act(Migration(fleet, homes, pipes, stream, whoami(), show))
+    except BadBrokerUrl as error:
+        raise CommandFailed(str(error), status=2) from error
+    except BrokerError as error:
+        raise CommandFailed(f"{stream} is not moved yet: {error}", "the same command again: it goes on") from error
+
+
+def describe(result: Result, stream: str, *, in_file: str) -> list[str]:
+    """The state, for a person. in_file: the home by the pipe file."""
+    home = result.home
+    if home.state is not None:
+        return [
+            f"{stream} lives on {home.readers}, and is being moved to {home.to}: {home.state}",
+            f"Try: penstock migrate {stream} --to {home.to}, which goes on, or --undo",
+        ]
+    lines = [f"{stream} lives on {home.readers}"]
+    if result.events:
+        lines.append(
+            f"{format_count(result.events, 'event')} compared, {result.missing} of {format_count(result.origins, 'origin')} "
+            "missing; "
+            f"writers were held for {result.held_s:.1f} s; {format_count(result.groups, 'group')} moved"
+        )
+    if result.late:
+        lines.append(
+            f"{format_count(result.late, 'event')} came late to the former topic, and are stored in {stream}, maybe twice"
+        )
+    if home.former:
+        lines.append(
+            f"its former topic on {home.former} is still there. Try: penstock migrate {stream} --finish, which deletes it, or "
+            "--undo"
+        )
+    if home.readers != in_file:
+        lines.append(f"the pipe file says {in_file}, which no longer counts. Try: on: {home.readers} there")
+    return lines
+
+
+@contextmanager
+def _progress() -> Iterator[Show]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=ERR, disable=not ERR.is_terminal, transient=True) as progress:
+        task = progress.add_task("begins", total=None)
+
+        def show(step: str, done: int, of: int) -> None:
+            progress.update(task, description=step, completed=done, total=max(done, of))
+
+        yield show

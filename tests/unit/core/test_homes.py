@@ -1,0 +1,185 @@
+"""Where a stream lives: the order of the records decides, and no acknowledged event is behind a hand-over."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from services.core import homes
+from services.core.broker.contract import Appended, Broker, TopicSpec
+from services.core.broker.errors import OutcomeUnknown, Unavailable, UnsafeTopic
+from services.core.broker.log import LogBroker
+from services.core.broker.producer import Producer
+from services.core.broker.record import Record
+from services.core.broker.several.broker import SeveralBrokers, open_several
+from services.core.broker.several.brokers import DEFAULT
+from services.core.fleet_broker import open_fleet_broker
+from services.core.homes import Home, Homes, Move, State
+from services.core.pipes import PipeFile
+from services.core.topic_names import CONTROL
+
+STEPS: tuple[State, ...] = ("copying", "held", "written", "moved", "finished")
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(homes, "LEASE_S", 0.3)
+    monkeypatch.setattr(homes, "HOLD_S", 0.6)
+    monkeypatch.setattr(homes, "FOLLOW_S", 0.05)
+
+
+def _apply(home: Home, states: Sequence[State], to: str = "b") -> Home:
+    for state in states:
+        after = home.after(home.epoch + 1, Move(state, to, home.epoch, "test", 0, home="a", bases={0: 5}))
+        assert after is not None, f"{state} is void after {home}"
+        home = after
+    return home
+
+
+def test_each_step_continues_the_one_before() -> None:
+    """Otherwise a migration that was frozen would go on from a state that is no longer there."""
+    start = Home("a", "a")
+    assert _apply(start, STEPS[:1]).state == "copying"
+    assert _apply(start, STEPS[:3]).writers == "b"
+    assert _apply(start, STEPS[:3]).readers == "a"
+    moved = _apply(start, STEPS[:4])
+    assert (moved.readers, moved.writers, moved.state, moved.former) == ("b", "b", None, "a")
+    assert _apply(start, STEPS).former == ""
+    held = _apply(start, STEPS[:2])
+    assert held.after(9, Move("written", "b", held.epoch - 1, "frozen", 0)) is None
+    released = _apply(held, ["released"])
+    assert released.state == "copying"
+    assert released.after(9, Move("written", "b", held.epoch, "too late", 0)) is None
+    assert released.after(9, Move("written", "b", released.epoch, "not held", 0)) is None
+    assert moved.after(9, Move("copying", "c", moved.epoch, "x", 0, home="b")) is None, (
+        "the former topic is still there"
+    )
+    assert moved.after(9, Move("copying", "a", moved.epoch, "x", 0, home="b")) is not None
+
+
+def test_the_first_record_counts_more_than_the_pipe_file() -> None:
+    """A person writes `on: b` after the move: the offsets there would begin again."""
+    assert _apply(Home("b", "b"), STEPS[:4]).bases == _apply(Home("a", "a"), STEPS[:4]).bases == {"b": {0: 5}}
+    assert _apply(Home("b", "b"), STEPS[:4]).former == "a"
+
+
+class SlowAppender:
+    """Of a broker: its appends wait, as those of a process that is frozen or of a slow network, and are stored afterwards."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._appender, self.reaches, self.go = broker.appender, asyncio.Event(), asyncio.Event()
+
+    async def partition_count(self, topic: str) -> int:
+        return await self._appender.partition_count(topic)
+
+    async def append(self, topic: str, partition: int, records: Sequence[Record], *, timeout: float) -> Appended:
+        self.reaches.set()
+        await self.go.wait()
+        return await self._appender.append(topic, partition, records, timeout=timeout)
+
+
+@asynccontextmanager
+async def _fleet(folder: Path) -> AsyncIterator[tuple[SeveralBrokers, Homes, Broker, Broker]]:
+    """With a stream s on the fleet's own log, which is empty."""
+    async with LogBroker.open(str(folder / "own")) as own, LogBroker.open(str(folder / "b")) as other:
+        existing = await own.admin.topics()
+        for name, broker in (("s", own), ("s", other), (CONTROL, own)):
+            if name not in existing:
+                await broker.admin.create_topic(TopicSpec(name, 1))
+        places = Homes({"s": DEFAULT}, own)
+        await places.refresh()
+        following = asyncio.create_task(places.follow())
+
+        @asynccontextmanager
+        async def opening() -> AsyncIterator[Broker]:
+            yield other
+
+        try:
+            async with open_several(own, {"b": opening}, places) as fleet:
+                yield fleet, places, own, other
+        finally:
+            following.cancel()
+
+
+async def _ends(*brokers: Broker) -> list[int]:
+    return [(await broker.reader.describe("s"))[0].end for broker in brokers]
+
+
+async def test_an_append_that_ends_after_the_hand_over_is_not_acknowledged(tmp_path: Path) -> None:
+    """It is behind the end of the copy. It is repeated where the stream is, and its first copy is not in the stream."""
+    async with _fleet(tmp_path) as (fleet, places, own, other):
+        slow = SlowAppender(own)
+        own.appender = slow  # type: ignore[misc]
+        sending = asyncio.create_task(fleet.appender.append("s", 0, [Record(b"k", b"1", 0)], timeout=5))
+        await slow.reaches.wait()
+        own.appender = slow._appender  # type: ignore[misc]
+        await places.record("s", "copying", by="test", to="b")
+        await places.record("s", "held", by="test")
+        await asyncio.sleep(homes.LEASE_S + 0.1)
+        assert await places.record("s", "written", by="test")
+        slow.go.set()
+        with pytest.raises(OutcomeUnknown):
+            await sending
+        assert await _ends(own, other) == [1, 0]
+        async with Producer(fleet.appender) as producer:
+            assert not (await producer.send("s", [Record(b"k", b"1", 0)])).failed
+        assert await _ends(own, other) == [1, 1]
+
+
+async def test_an_append_that_ends_within_the_lease_is_acknowledged(tmp_path: Path) -> None:
+    """Otherwise each hold would make duplicates of what was in flight."""
+    async with _fleet(tmp_path) as (fleet, places, own, _):
+        slow = SlowAppender(own)
+        own.appender = slow  # type: ignore[misc]
+        sending = asyncio.create_task(fleet.appender.append("s", 0, [Record(b"k", b"1", 0)], timeout=5))
+        await slow.reaches.wait()
+        own.appender = slow._appender  # type: ignore[misc]
+        await places.record("s", "copying", by="test", to="b")
+        slow.go.set()
+        assert (await sending).last == 0
+
+
+async def test_writers_go_on_when_the_migration_has_died(tmp_path: Path) -> None:
+    """A hold of a machine that is gone would stop ingest for ever. Its late hand-over is void."""
+    async with _fleet(tmp_path) as (fleet, places, own, other), Producer(fleet.appender) as producer:
+        await places.record("s", "copying", by="test", to="b")
+        await places.record("s", "held", by="test")
+        epoch = places.home("s").epoch
+        began = asyncio.get_running_loop().time()
+        assert not (await producer.send("s", [Record(b"k", b"1", 0)])).failed
+        assert asyncio.get_running_loop().time() - began >= homes.HOLD_S - 0.2
+        assert places.home("s").state == "copying"
+        assert places.home("s").after(99, Move("written", "b", epoch, "late", 0)) is None
+        assert await _ends(own, other) == [1, 0]
+
+
+async def test_nobody_writes_while_it_is_not_known_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that cannot read the control topic does not know of a hand-over."""
+    async with _fleet(tmp_path) as (fleet, places, _, _other):
+
+        async def fails() -> None:
+            raise Unavailable("away")
+
+        monkeypatch.setattr(places, "refresh", fails)
+        await asyncio.sleep(homes.LEASE_S + 0.1)
+        with pytest.raises(Unavailable, match=r"penstock\.control cannot be read"):
+            await fleet.appender.append("s", 0, [Record(b"k", b"1", 0)], timeout=0.2)
+        monkeypatch.undo()
+
+
+async def test_a_pipe_file_that_lacks_the_home_is_refused(tmp_path: Path) -> None:
+    """A person removes `brokers` after a move: the stream would begin again, empty, on the fleet's own broker."""
+    async with _fleet(tmp_path) as (_, places, _own, _other):
+        for state in STEPS[:4]:
+            assert await places.record("s", state, by="test", to="b")
+    pipes = PipeFile.model_validate({"streams": {"s": {}}})
+    with pytest.raises(UnsafeTopic, match="moved to broker b"):
+        async with open_fleet_broker(f"log://{tmp_path / 'own'}", pipes):
+            pass
+    pipes = PipeFile.model_validate({"streams": {"s": {}}, "brokers": {"b": f"log://{tmp_path / 'b'}"}})
+    async with open_fleet_broker(f"log://{tmp_path / 'own'}", pipes) as broker, Producer(broker.appender) as producer:
+        assert not (await producer.send("s", [Record(None, b"1", 0)])).failed
+    async with LogBroker.open(str(tmp_path / "b")) as other:
+        assert await _ends(other) == [1]

@@ -1,0 +1,164 @@
+"""Migrations of a live stream from log to log: writers and a group go on, and the migration is killed at any step and goes on."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.core import homes
+from services.core.broker.contract import PartitionRange, TopicSpec
+from services.core.broker.log import LogBroker
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.retention import remove_before
+from services.core.broker.log.topic_store import TopicStore
+from services.core.broker.producer import Producer
+from services.core.broker.record import Record
+from services.core.pipes import PipeFile
+from services.fleet.migrate.steps import Migration, check_movable
+from services.fleet.problem import CommandFailed
+from tests.support.migrations import GROUP, KEYS, STREAM, World, run_history, shorten_times
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_times(monkeypatch)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> World:
+    found = World(f"log://{tmp_path / 'own'}", f"log://{tmp_path / 'second'}")
+    await found.set_up()
+    return found
+
+
+async def test_a_stream_moves_while_it_is_written_and_read(world: World) -> None:
+    """Without a kill nothing is there twice, and writers wait for less than the hold."""
+    assert await run_history(world, seed=0, kills=0) == 0
+    assert sum(map(len, world.acknowledged.values())) > 100
+    assert world.longest_pause < homes.HOLD_S + 1
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+async def test_killed_at_any_step(world: World, seed: int) -> None:
+    """Each step may be repeated: nothing is lost, keys stay in order, only appends in doubt are there twice."""
+    assert await run_history(world, seed, kills=4) <= 2 * KEYS * 8
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4, 24))
+async def test_killed_at_any_step_in_many_histories(world: World, seed: int) -> None:
+    """As above."""
+    assert await run_history(world, seed, kills=6) <= 2 * KEYS * 12
+
+
+async def expire(folder: Path, before: int) -> None:
+    """As retention does, in partition 0."""
+
+    def cut() -> None:
+        store = TopicStore.open(DataFolder(folder), STREAM)
+        try:
+            remove_before(store, 0, before)
+        finally:
+            store.close()
+
+    await asyncio.to_thread(cut)
+
+
+async def _fill(world: World, count: int) -> None:
+    async with world.process() as (broker, _), Producer(broker.appender) as producer:
+        records = [Record(None, b"%d" % number, 0) for number in range(count)]
+        (await producer.send_to(STREAM, {0: records})).raise_first()
+
+
+async def test_a_group_continues_at_its_event_and_offsets_stay(world: World, tmp_path: Path) -> None:
+    """Also when retention has removed the beginning, so the copy's offsets on its broker are others."""
+    await _fill(world, 10)
+    async with world.process() as (broker, places):
+        await broker.admin.set_committed(GROUP, STREAM, {0: 6, 1: -1})
+        await expire(tmp_path / "own", 4)
+        result = await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+        assert (result.events, result.groups) == (6, 1)
+        assert (await broker.reader.describe(STREAM))[0] == PartitionRange(4, 10)
+        assert await broker.admin.positions(GROUP, STREAM) == {0: 7, 1: 0}
+        batch = await broker.reader.read(STREAM, 0, 7, max_records=1)
+        assert batch is not None
+        assert (list(batch.offsets), batch.records[0].value) == ([7], b"7")
+    async with LogBroker.open(str(tmp_path / "second")) as there:
+        assert (await there.reader.describe(STREAM))[0] == PartitionRange(0, 6)
+        assert await there.admin.positions(GROUP, STREAM) == {0: 3, 1: 0}
+
+
+async def test_a_group_with_a_gap_is_named_before_anything_is_held(world: World, tmp_path: Path) -> None:
+    """At its new place the gap would be silent."""
+    await _fill(world, 10)
+    async with world.process() as (broker, places):
+        await broker.admin.set_committed(GROUP, STREAM, {0: 1})
+        await expire(tmp_path / "own", 4)
+        with pytest.raises(CommandFailed, match=f"the group {GROUP} has not read events"):
+            await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+        assert places.home(STREAM).state == "copying"
+        assert (await Migration(broker, places, world.pipes, STREAM, "test").undo()).home.state is None
+    async with LogBroker.open(str(tmp_path / "second")) as there:
+        assert STREAM not in await there.admin.topics()
+
+
+async def test_what_came_late_to_the_former_topic_is_stored(world: World, tmp_path: Path) -> None:
+    """A service that was started without `brokers` has acknowledged it."""
+    await _fill(world, 3)
+    async with world.process() as (broker, places):
+        await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+        async with LogBroker.open(str(tmp_path / "own")) as own:
+            await own.appender.append(STREAM, 0, [Record(None, b"late", 0)], timeout=5)
+        assert (await Migration(broker, places, world.pipes, STREAM, "test").finish()).late == 1
+        batch = await broker.reader.read(STREAM, 0, 3, max_records=1)
+        assert batch is not None
+        assert batch.records[0].value == b"late"
+
+
+async def test_another_writer_there_is_noticed(world: World, tmp_path: Path) -> None:
+    """The copy would have other offsets: groups would skip events."""
+    await _fill(world, 3)
+
+    async def disturb() -> None:
+        async with LogBroker.open(str(tmp_path / "second")) as there:
+            await there.appender.append(STREAM, 0, [Record(None, b"foreign", 0)], timeout=5)
+
+    async with world.process() as (broker, places):
+        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        await migration._begin("second")
+        await disturb()
+        with pytest.raises(CommandFailed, match="another event in the copy"):
+            await migration.run("second")
+        assert places.home(STREAM).writers == "default"
+
+
+async def test_a_topic_with_events_there_is_not_touched(world: World, tmp_path: Path) -> None:
+    """It may be another fleet's."""
+    async with LogBroker.open(str(tmp_path / "second")) as there:
+        await there.admin.create_topic(TopicSpec(STREAM, 2))
+        await there.appender.append(STREAM, 0, [Record(None, b"foreign", 0)], timeout=5)
+    async with world.process() as (broker, places):
+        with pytest.raises(CommandFailed, match="has a topic orders already"):
+            await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+
+
+_PIPE = {"sources": ["s"], "destinations": [{"name": "d", "webhook": {"url": "https://x.example/"}}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "to", "text"),
+    [
+        ({}, "third", "no broker third"),
+        ({"brokers": {}}, "default", "names no other broker"),
+        ({"streams": {"s": {"compact": True}}}, "second", "is compacted"),
+        ({"streams": {"s": {"topic": "theirs"}}}, "second", "a topic of others"),
+        ({"pipes": {"p": _PIPE | {"transform": {"sql": "SELECT event FROM s"}}}}, "second", "transform of p reads s"),
+    ],
+)
+def test_what_cannot_move_is_named(changes: dict[str, Any], to: str, text: str) -> None:
+    """Before anything is done."""
+    good = {"brokers": {"second": "log:///x"}, "streams": {"s": {}}, "pipes": {"p": _PIPE}}
+    check_movable(PipeFile.model_validate(good), "s", "second")
+    with pytest.raises(CommandFailed, match=text):
+        check_movable(PipeFile.model_validate(good | changes), "s", to)
