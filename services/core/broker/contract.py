@@ -70,9 +70,9 @@ class Features:
 class Appended:
     """The offsets of a batch that is durable now.
 
-    first, last: offsets of its first and last stored record. failed: (index in the batch, error) of the records that were
-    not stored, ascending; the others were stored in the batch's order. seconds_per_byte: the pace that the broker's rate
-    limits allow, 0 when there are none.
+    first, last: offsets of its first and last stored record, -1 when one of them is not known. failed: (index in the batch,
+    error) of the records that were not stored, ascending; the others were stored in the batch's order. seconds_per_byte: the
+    pace that the broker's rate limits allow, 0 when there are none.
     """
 
     first: int

@@ -31,8 +31,8 @@ _FAILED = attrgetter("failed")
 class PartResult(msgspec.Struct, frozen=True):
     """The outcome for the records that one `send_to` gave to one partition.
 
-    first, last: offsets between which its records lie, -1 when none was stored; exactly its own where offsets are
-    contiguous and nothing of the shared batch failed. failed: (index in the given list, error).
+    first, last: offsets between which its records lie, -1 when none was stored, or where one lies is not known; exactly its
+    own where offsets are contiguous and nothing of the shared batch failed. failed: (index in the given list, error).
     """
 
     partition: int

@@ -89,7 +89,7 @@ async def _append_chunk(
         except BrokerError as error:
             failed: Sequence[tuple[int, Exception]] = [(index, error) for index in range(len(chunk))]
         else:
-            outcome.stored(appended)
+            outcome.stored(appended, len(chunk))
             failed = appended.failed
         if not failed:
             return
@@ -122,14 +122,17 @@ class _Outcome:
 
     def __init__(self) -> None:
         self.first = self.last = -1
+        self.is_known = True
         self.failed: list[tuple[int, Exception]] = []
         self.seconds_per_byte = 0.0
 
-    def stored(self, appended: Appended) -> None:
+    def stored(self, appended: Appended, count: int) -> None:
         self.seconds_per_byte = appended.seconds_per_byte
         if appended.first >= 0:
             self.first = appended.first if self.first < 0 else min(self.first, appended.first)
             self.last = max(self.last, appended.last)
+        elif len(appended.failed) < count:
+            self.is_known = False
 
     @property
     def is_interrupted(self) -> bool:
@@ -138,4 +141,5 @@ class _Outcome:
 
     def appended(self) -> Appended:
         failed = tuple(sorted(self.failed, key=lambda item: item[0]))
-        return Appended(self.first, self.last, failed, self.seconds_per_byte)
+        first, last = (self.first, self.last) if self.is_known else (-1, -1)
+        return Appended(first, last, failed, self.seconds_per_byte)

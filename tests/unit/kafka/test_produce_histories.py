@@ -501,6 +501,17 @@ def test_what_is_acknowledged_is_stored_once_and_what_is_refused_is_not(_part: i
     run_histories(Produce, list(Phase))
 
 
+def test_a_place_that_the_leader_has_forgotten_is_not_guessed() -> None:
+    """If it fails, an answer names the place of some of its records as that of all: who reads up to there misses the others."""
+    history = Produce()
+    history.begin(forgetful=True)
+    history.remember(batches=0, partition=0)
+    history.limit(partition=0, size=_SMALL)
+    history.doubt_and_refuse(first=0.02, partition=0, refusal=2, then=0.001, unsure=6)
+    history.forget_producers()
+    history.teardown()
+
+
 def test_the_histories_have_every_code() -> None:
     """If it fails, leaders answer something of which no history says what becomes of the batch, or operators read a number."""
     assert not [code for code in DOCUMENTED if name_of(code).startswith("error ")]

@@ -114,6 +114,7 @@ class Progress:
         self.records, self.in_doubt = records, in_doubt
         self.done = 0
         self._first = self._last = -1
+        self._is_known = True
         self._failed: list[tuple[int, Exception]] = []
 
     def next_records(self, count: int) -> Sequence[Record]:
@@ -127,6 +128,8 @@ class Progress:
         if offset >= 0:
             self._first = offset if self._first < 0 else self._first
             self._last = offset + stop - self.done - 1
+        else:
+            self._is_known = False
         self.in_doubt = max(0, self.in_doubt - (stop - self.done))
         self.done = stop
 
@@ -154,7 +157,8 @@ class Progress:
         failed = self._failed
         if len(failed) == len(self.records) and failed and len({type(error) for _, error in failed}) == 1:
             raise failed[0][1]
-        return Appended(self._first, self._last, tuple(failed))
+        first, last = (self._first, self._last) if self._is_known else (-1, -1)
+        return Appended(first, last, tuple(failed))
 
 
 _LIMIT_AGE = 60.0
