@@ -4,6 +4,7 @@ The oracle is `account`: it reads as a consumer does, goes on behind what is nam
 either returned intact or named. What cannot be opened at all is held against what `verify` reports.
 """
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -109,28 +110,30 @@ class Copy:
 
     def __init__(self, root: Path, files: Mapping[str, bytes | None]) -> None:
         self.folder = DataFolder.prepare(root)
-        self._files = {root / name: data for name, data in files.items()}
+        self._files = {str(root / name): data for name, data in files.items()}
         self._changed: set[str] = set()
         for path, data in self._files.items():
             _put(path, data)
 
     def damage(self, file: str, data: bytes | None) -> DataFolder:
         """All files as they were, except this one."""
-        part = file.split(".")[0]
-        self._changed.add(str(self.folder.root / part))
+        part = f"{self.folder.root}/{file.split('.')[0]}"
+        changed = (*self._changed, part)
         for path, whole in self._files.items():
-            if str(path).startswith(tuple(self._changed)):
+            if path.startswith(changed):
                 _put(path, whole)
-        self._changed = {str(self.folder.root / part)}
-        _put(self.folder.root / file, data)
+        self._changed = {part}
+        _put(f"{self.folder.root}/{file}", data)
         return self.folder
 
 
-def _put(path: Path, data: bytes | None) -> None:
-    if data is None:
-        path.unlink(missing_ok=True)
-    else:
-        path.write_bytes(data)
+def _put(path: str, data: bytes | None) -> None:
+    """Without pathlib, which takes as long as the file system."""
+    if data is not None:
+        with open(path, "wb") as file:  # noqa: PTH123
+            file.write(data)
+    elif os.path.exists(path):  # noqa: PTH110
+        os.unlink(path)  # noqa: PTH108
 
 
 def read(folder: DataFolder) -> tuple[dict[tuple[int, int], bytes], Lost, bool]:

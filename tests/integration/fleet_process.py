@@ -29,6 +29,7 @@ class Desk:
     def __init__(self, folder: Path, programs: Path | None = None) -> None:
         """programs: the folder of an installed `penstock`, which runs instead of the clone's."""
         self.folder, self._programs = folder, programs
+        self.command = [sys.executable, "-m", "services.fleet"] if programs is None else [str(programs / "penstock")]
         self.hook_port, self.ingest_port = free_port(), free_port()
         self.ids: set[str] = set()
         self.receiver = Receiver((SigningKey.parse(SECRET),), on_request=self._note)
@@ -71,13 +72,11 @@ class Desk:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_UP")}
         environ["COLUMNS"] = "200"
         if self._programs is None:
-            command = [sys.executable, "-m", "services.fleet"]
             environ["PYTHONPATH"] = str(REPOSITORY)
         else:
-            command = [str(self._programs / "penstock")]
             environ.pop("PYTHONPATH", None)
         process = await asyncio.create_subprocess_exec(
-            *command,
+            *self.command,
             *map(str, arguments),
             cwd=self.folder,
             env=environ,

@@ -19,7 +19,7 @@ from tests.support.avro import corpus_files
 from tests.support.avro.judge import ask
 from tests.support.avro.pairs import pair
 
-PAIRS = int(os.environ.get("PENSTOCK_AVRO_PAIRS", "5000"))
+PAIRS = int(os.environ.get("PENSTOCK_AVRO_PAIRS", "2000"))
 SEED = int(os.environ.get("PENSTOCK_AVRO_SEED", "0"))
 
 

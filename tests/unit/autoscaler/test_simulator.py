@@ -12,7 +12,7 @@ pytestmark = pytest.mark.long
 _BY_NAME = {trace.name: trace for trace in TRACES}
 
 
-_MET = [_BY_NAME["a flash crowd x10"], _BY_NAME["a hot key"], draw_unseen(100)[1], draw_unseen(207)[0]]
+_MET = [_BY_NAME["a hot key"], draw_unseen(100)[1], draw_unseen(207)[0]]
 """The last two were missed by far: a crowd that nine shards met by nine splits, and a day that used up its updates too early."""
 
 

@@ -38,7 +38,7 @@ async def test_a_schedule_of_75_hours(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    count = 5
+    count = 2
     async with open_river(tmp_path) as river, river.running():
         began = river.clock.now_ms()
 

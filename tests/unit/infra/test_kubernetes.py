@@ -51,7 +51,7 @@ ONE_AT_A_TIME = {"autoscaler"}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(path.read_text()))
+    return list(yaml.load_all(path.read_text(), yaml.CSafeLoader))
 
 
 FILES = [path for path in sorted((INFRA / "kubernetes").glob("*/*.yaml")) if path.name != "kustomization.yaml"]
