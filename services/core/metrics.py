@@ -615,6 +615,11 @@ TABLE_REBUILDS = Counter(
 TABLE_REBUILT = Gauge(
     "penstock_table_rebuilt_timestamp_seconds", "When the table was last built again, by reason.", ["stream", "reason"]
 )
+TABLE_SNAPSHOTS = Counter(
+    "penstock_table_snapshots",
+    "Tables without a file that asked another replica for its copy, by result: used, or why not. The log has the details.",
+    ["stream", "result"],
+)
 TABLE_READ_FAILURES = Counter(
     "penstock_table_read_failures", "Failed reads of the stream, by reason. They are repeated.", ["stream", "reason"]
 )

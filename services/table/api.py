@@ -16,12 +16,14 @@ import orjson
 
 from services.core import metrics
 from services.core.broker.errors import BrokerError, OffsetOutOfRange
+from services.core.keys import ApiKey
 from services.core.offset_token import Token, format_token, parse_token
 from services.table import problems
 from services.table.access import Access, unknown_table
 from services.table.follower import Applied, Follower
 from services.table.http_server import Answer, Request
 from services.table.problems import Refused
+from services.table.snapshots import Snapshots
 from services.table.store import Change, Rebuild, Row, Store, now_ms
 
 MAX_KEY_BYTES = 1024
@@ -29,7 +31,7 @@ MAX_LIMIT, DEFAULT_LIMIT = 1000, 100
 MAX_RANGE_BYTES = 1 << 20
 HEARTBEAT_S = 15.0
 _STREAM = b"text/event-stream"
-_TABLES = "/v1/tables/"
+_TABLES, _SNAPSHOT = "/v1/tables/", "/v1/snapshot/"
 _ROOT = orjson.dumps({"service": "penstock table", "openapi": "/openapi.json"})
 
 
@@ -50,6 +52,7 @@ class Api:
         self._wait, self._behind_ms, self._max_changes = wait, behind_ms, max_changes
         self._documents = {"/": _ROOT, "/openapi.json": openapi}
         self._following = 0
+        self._snapshots = Snapshots()
 
     def handle(self, request: Request) -> Answer | Coroutine[Any, Any, Answer | None]:
         """Answer one request. Raises Refused."""
@@ -58,18 +61,26 @@ class Api:
             raise Refused(problems.METHOD_NOT_ALLOWED, "This path allows only GET.", allow="GET")
         if (document := self._documents.get(request.path)) is not None:
             return Answer(200, document)
+        if request.path.startswith(_SNAPSHOT):
+            follower = self._find(request.path[len(_SNAPSHOT) :], key)
+            return self._snapshots.send(follower, self._open(follower), request)
         if not request.path.startswith(_TABLES):
             raise Refused(problems.NOT_FOUND, "Nothing is at this path. GET /openapi.json lists the paths.")
         stream, slash, rest = request.path[len(_TABLES) :].partition("/")
-        follower = self._followers.get(stream)
-        if follower is None:
-            raise unknown_table()
-        self._access.authorise(key, stream)
+        follower = self._find(stream, key)
         if not slash:
             return self._range(follower, request)
         if rest == "" and request.query == "":
             raise Refused(problems.BAD_KEY, "The key is empty.")
         return self._point(follower, rest, request)
+
+    def _find(self, stream: str, key: ApiKey | None) -> Follower:
+        """Raises Refused."""
+        follower = self._followers.get(stream)
+        if follower is None:
+            raise unknown_table()
+        self._access.authorise(key, stream)
+        return follower
 
     # Point reads.
 

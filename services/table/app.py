@@ -22,6 +22,7 @@ from services.table.api import Api
 from services.table.follower import Follower
 from services.table.http_server import HttpServer
 from services.table.settings import TableSettings
+from services.table.snapshots import SnapshotSource
 
 OPENAPI = Path(__file__).with_name("openapi.json")
 
@@ -57,9 +58,14 @@ async def start(settings: TableSettings, supervision: Supervision) -> None:
             return
         followers: dict[str, Follower] = {}
         running = []
+        source = None
+        if settings.snapshot_from is not None:
+            source = SnapshotSource(settings.snapshot_from, settings.snapshot_key)
         for name, age_ms in streams.items():
             thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=f"table-{name}"))
-            followers[name] = follower = Follower(broker, name, age_ms, settings.data, thread)
+            followers[name] = follower = Follower(
+                broker, name, age_ms, settings.data, thread, None if source is None else source.begin
+            )
             stack.push_async_callback(follower.close)
             running.append(supervision.run(follower.run(stopping), name))
         progress.find = lambda: (follower.step() for follower in followers.values())

@@ -8,7 +8,7 @@ operator repairs the stream. Where the broker knows the end of the damage (`Batc
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -19,7 +19,7 @@ import structlog
 
 from services.core import metrics
 from services.core.backoff import Backoff
-from services.core.broker.contract import Broker
+from services.core.broker.contract import Broker, PartitionRange
 from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRange, UnknownTopic
 from services.core.broker.record import Batch, Record
 from services.core.event import CONTENT_TYPE
@@ -39,6 +39,7 @@ _BASE_WAIT, _MAX_WAIT = 0.1, 5.0
 _JSON = msgspec.json.Decoder(msgspec.Raw).decode
 _OCTETS = "application/octet-stream"
 Result = TypeVar("Result")
+Begin = Callable[[Path, Meta, Mapping[int, PartitionRange], int, Callable[[], None]], Awaitable[None]]
 
 
 class Applied(NamedTuple):
@@ -52,9 +53,18 @@ class Applied(NamedTuple):
 
 
 class Follower:
-    """One stream. max_age_ms: how long its tombstones are kept. thread: for what blocks."""
+    """One stream. max_age_ms: how long its tombstones are kept. thread: for what blocks. begin: puts the file of another replica
+    in place of one that is not there, once; see `SnapshotSource.begin`."""
 
-    def __init__(self, broker: Broker, stream: str, max_age_ms: int, folder: Path, thread: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        stream: str,
+        max_age_ms: int,
+        folder: Path,
+        thread: ThreadPoolExecutor,
+        begin: Begin | None = None,
+    ) -> None:
         self.stream = stream
         self.max_age_ms = max_age_ms
         self.store: Store | None = None
@@ -82,6 +92,7 @@ class Follower:
         self._saved = 0
         self._rebuild: Rebuild | None = None
         self._asking = asyncio.Lock()
+        self._begin = begin
         metrics.TABLE_RECORDS.labels(stream)  # 0, not nothing: an alert compares it
 
     # For readers.
@@ -201,6 +212,12 @@ class Follower:
 
     async def _open(self) -> None:
         meta = Meta(FORMAT, self.stream, await self._broker.admin.incarnation(self.stream))
+        begin, self._begin = self._begin, None
+        if begin is not None and not await self._blocking(self._path.exists):
+            self.trouble = "fetching the table of another replica"
+            held = await self._broker.reader.describe(self.stream)
+            await begin(self._path, meta, held, self.max_age_ms, self.turns.next)
+            self.trouble = None
         store = await self._blocking(lambda: Store(self._path, meta))
         positions = await self._blocking(store.positions)
         self.store, self.topic = store, mark_of(meta.incarnation)

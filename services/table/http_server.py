@@ -187,12 +187,13 @@ class Connection(asyncio.Protocol):
             await self._drained
         self.deadline = self._loop.time() + IDLE_S
 
-    def start_stream(self, media: bytes) -> bytes:
-        """The head of an answer whose end is that of the connection."""
-        return b"%b%bContent-Type: %b\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n" % (
+    def start_stream(self, media: bytes, more: bytes = b"") -> bytes:
+        """The head of an answer whose end is that of the connection. more: further headers, as whole lines."""
+        return b"%b%bContent-Type: %b\r\nCache-Control: no-store\r\nConnection: close\r\n%b\r\n" % (
             _STATUS[200],
             self._server.date,
             media,
+            more,
         )
 
     # Private.

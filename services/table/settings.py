@@ -25,6 +25,15 @@ class TableSettings(Settings):
         Path("/var/lib/penstock-table"),
         description="The folder of the tables, on a local disk. Each process needs its own.",
     )
+    snapshot_from: str | None = Field(
+        None,
+        pattern=r"^https?://[^/@\s?#]+$",
+        description="Another replica, or a balancer of them, e.g. http://table:80. A table without a file begins with its copy.",
+    )
+    snapshot_key: Path | None = Field(
+        None,
+        description="A file with an API key of the scope read for `snapshot_from`, not readable by others.",
+    )
     wait: Duration = Field(5.0, ge=0, le=60, description="How long a read with at_least waits for the table, e.g. 5s.")
     behind: Duration = Field(
         10.0,

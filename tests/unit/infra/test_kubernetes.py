@@ -263,6 +263,11 @@ def test_each_replica_of_the_tables_keeps_its_own(monkeypatch: pytest.MonkeyPatc
     [keys] = [one["mountPath"] for one in container["volumeMounts"] if one["name"] == "keys"]
     assert settings.keys == Path(keys) / "keys.yaml"
     labels = {"app.kubernetes.io/name": "table"}
+    assert (settings.snapshot_from, settings.snapshot_key) == ("http://table", Path(keys) / "replica.key")
+    assert of_kind("Service")["table"]["ports"][0] == {"name": "http", "port": 80, "targetPort": "http"}
+    assert of_kind("NetworkPolicy")["tables"]["egress"] == [
+        {"to": [{"podSelector": {"matchLabels": labels}}], "ports": [{"port": 8082}]}
+    ]
     assert spec["selector"]["matchLabels"] == of_kind("Service")["table"]["selector"] == labels
     assert of_kind("PodDisruptionBudget")["table"]["selector"]["matchLabels"] == labels
     assert spec["replicas"] > 1, "one builds its table again, the other answers"

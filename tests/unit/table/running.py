@@ -15,7 +15,7 @@ from services.core.broker.record import Headers, Record
 from services.core.offset_token import mark_of
 from services.table.access import Access
 from services.table.api import Api
-from services.table.follower import Follower
+from services.table.follower import Begin, Follower
 from services.table.http_server import HttpServer
 from tests.support.raw_http import Client, Reply
 
@@ -71,11 +71,13 @@ def make_get(path: str, method: str = "GET", **headers: str) -> bytes:
 
 
 @asynccontextmanager
-async def following(broker: Broker, folder: Path, *, age_ms: int = AGE_MS) -> AsyncIterator[Follower]:
+async def following(
+    broker: Broker, folder: Path, *, age_ms: int = AGE_MS, begin: Begin | None = None
+) -> AsyncIterator[Follower]:
     """A follower of the stream, with its file in `folder`."""
     stopping = asyncio.Event()
     with ThreadPoolExecutor(1) as thread:
-        follower = Follower(broker, STREAM, age_ms, folder, thread)
+        follower = Follower(broker, STREAM, age_ms, folder, thread, begin)
         running = asyncio.create_task(follower.run(stopping))
         try:
             yield follower

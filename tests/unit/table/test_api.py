@@ -87,7 +87,7 @@ async def test_a_token_that_nobody_made(tmp_path: Path) -> None:
             rounds.append(stopping)
             return False
 
-        table.follower._round = do_nothing  # type: ignore[method-assign, assignment]
+        table.follower._round = do_nothing  # type: ignore[method-assign]
         await table.until(lambda: rounds)
         table.follower.ends[0] = table.follower.ends[1] = 10_000  # as if the stream were ahead of it
         reply = await table.get(f"/a?at_least={topic}.0:500")
