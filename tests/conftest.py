@@ -1,8 +1,9 @@
 """What all tests share: the event loop of production, an alarm for code that blocks it, one real Kafka cluster."""
 
 import asyncio
+import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -37,6 +38,17 @@ os.environ.setdefault("PENSTOCK_TRANSFORM_JAVA_COMPILER", "quick")
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Tests run on uvloop, as the services do."""
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays to the end: nobody looks for garbage in these millions of objects, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
