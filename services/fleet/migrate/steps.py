@@ -59,8 +59,8 @@ class Result(NamedTuple):
         }
 
 
-def check_movable(pipes: PipeFile, stream: str, to: str | None) -> None:
-    """Raises CommandFailed when this stream, or a stream to that broker, is never moved."""
+def check_movable(pipes: PipeFile, stream: str, to: str | None, url: str) -> None:
+    """Raises CommandFailed when this stream, or a stream to that broker, is never moved. url: of the fleet's own broker."""
     if stream not in pipes.streams:
         raise unknown_name(f"the pipe file has no stream {stream}", stream, pipes.streams)
     if not pipes.brokers:
@@ -70,6 +70,14 @@ def check_movable(pipes: PipeFile, stream: str, to: str | None) -> None:
     names = [DEFAULT, *pipes.brokers]
     if to is not None and to not in names:
         raise unknown_name(f"the pipe file has no broker {to}", to, names)
+    urls = {DEFAULT: url, **pipes.brokers}
+    for name in (pipes.streams[stream].home, to or DEFAULT):
+        if not urls[name].startswith("log:") and to is not None:
+            raise CommandFailed(
+                f"broker {name} is no embedded log: moves to and from Kafka are not tested yet",
+                "a pipe that copies the stream into one on the other broker",
+                status=2,
+            )
     if pipes.streams[stream].topic is not None:
         raise CommandFailed(f"{stream} is a topic of others, and only they can move it", "its owner", status=2)
     if pipes.streams[stream].compact:

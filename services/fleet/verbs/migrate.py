@@ -60,7 +60,8 @@ def migrate(
             "what is to be done is not clear", "exactly one of --to BROKER, --status, --undo and --finish", status=2
         )
     file = load_pipes(find_pipes(pipes, data))
-    check_movable(file, stream, to)
+    url = find_broker(broker, data)
+    check_movable(file, stream, to, url)
     with _progress() as show:
 
         async def act(migration: Migration) -> Result:
@@ -70,7 +71,7 @@ def migrate(
                 return await migration.undo()
             return await migration.finish() if finish else migration.result()
 
-        result = uvloop.run(_with_migration(find_broker(broker, data), file, stream, show, act))
+        result = uvloop.run(_with_migration(url, file, stream, show, act))
     if as_json:
         typer.echo(json.dumps(result.as_json(stream)))
         return

@@ -150,6 +150,7 @@ _PIPE = {"sources": ["s"], "destinations": [{"name": "d", "webhook": {"url": "ht
     ("changes", "to", "text"),
     [
         ({}, "third", "no broker third"),
+        ({"brokers": {"second": "kafka://k:9092"}}, "second", "second is no embedded log"),
         ({"brokers": {}}, "default", "names no other broker"),
         ({"streams": {"s": {"compact": True}}}, "second", "is compacted"),
         ({"streams": {"s": {"topic": "theirs"}}}, "second", "a topic of others"),
@@ -159,6 +160,6 @@ _PIPE = {"sources": ["s"], "destinations": [{"name": "d", "webhook": {"url": "ht
 def test_what_cannot_move_is_named(changes: dict[str, Any], to: str, text: str) -> None:
     """Before anything is done."""
     good = {"brokers": {"second": "log:///x"}, "streams": {"s": {}}, "pipes": {"p": _PIPE}}
-    check_movable(PipeFile.model_validate(good), "s", "second")
+    check_movable(PipeFile.model_validate(good), "s", "second", "log:///own")
     with pytest.raises(CommandFailed, match=text):
-        check_movable(PipeFile.model_validate(good | changes), "s", to)
+        check_movable(PipeFile.model_validate(good | changes), "s", to, "log:///own")
