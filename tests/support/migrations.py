@@ -59,7 +59,6 @@ class World:
         )
         self.acknowledged: dict[str, list[int]] = defaultdict(list)
         self.received: dict[str, list[int]] = defaultdict(list)
-        self.longest_pause = 0.0
         self.stopping = asyncio.Event()
         self._next = Counter[str]()
 
@@ -81,17 +80,14 @@ class World:
             await asyncio.gather(*(self._write_key(producer, f"{run}{number}") for number in range(KEYS)))
 
     async def _write_key(self, producer: Producer, key: str) -> None:
-        loop = asyncio.get_running_loop()
         while not self.stopping.is_set():
             number = self._next[key]
             self._next[key] += 1
             origin = Origin(f"run{key}", 0, number).pack()
             headers = ((event.ID, f"{key}-{number}".encode()), (event.ORIGIN, origin))
-            began = loop.time()
             sent = await producer.send(STREAM, [Record(key.encode(), str(number).encode(), 1000 + number, headers)])
             if not sent.failed:
                 self.acknowledged[key].append(number)
-                self.longest_pause = max(self.longest_pause, loop.time() - began)
             await asyncio.sleep(0.005)
 
     async def read(self, chance: random.Random) -> None:

@@ -25,8 +25,8 @@ STEPS: tuple[State, ...] = ("copying", "held", "written", "moved", "finished")
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(homes, "LEASE_S", 0.3)
-    monkeypatch.setattr(homes, "HOLD_S", 0.6)
+    monkeypatch.setattr(homes, "LEASE_S", 1.0)
+    monkeypatch.setattr(homes, "HOLD_S", 1.5)
     monkeypatch.setattr(homes, "FOLLOW_S", 0.05)
 
 
