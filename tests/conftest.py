@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from services.core.aws_emulator import CREDENTIALS, AwsEmulator
 from services.core.jvm.kafka import KafkaCluster
 from tests.support import fault_table, second_try
+from tests.support.kafka import wait_until_all_are_known
 from tests.support.kinesis_limits import KinesisLimits
 from tests.support.workers import SharedWorkers, sort_for_workers
 
@@ -95,6 +96,7 @@ def kafka_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     cluster = KafkaCluster(tmp_path_factory.mktemp("kafka"))
     try:
         cluster.start(timeout_s=START_S)
+        asyncio.run(wait_until_all_are_known(cluster.bootstrap))
         request.config.stash[_CLUSTER] = cluster
         yield cluster
     finally:

@@ -30,6 +30,16 @@ async def open_admin(bootstrap: str) -> AsyncIterator[AIOKafkaAdminClient]:
         await admin.close()
 
 
+async def wait_until_all_are_known(bootstrap: str) -> None:
+    """Each broker that is named follows the controller at its own pace. A topic that is made before it knows all of them has too
+    few replicas."""
+    addresses = bootstrap.split(",")
+    for address in addresses:
+        async with asyncio.timeout(300), open_admin(address) as admin:
+            while len((await admin.describe_cluster())["brokers"]) < len(addresses):
+                await asyncio.sleep(0.05)
+
+
 async def make_topic(
     bootstrap: str,
     hint: str,
