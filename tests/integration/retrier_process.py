@@ -5,7 +5,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,11 +96,10 @@ class Waiters:
     altered: list[str] = field(default_factory=list)
     late_ms: list[int] = field(default_factory=list)
 
-    async def write(self, seconds: float, rate: int, longest_wait_ms: int) -> None:
+    async def write(self, goes_on: Callable[[], bool], rate: int, longest_wait_ms: int) -> None:
         """Hand events over for so long, each due within `longest_wait_ms`."""
-        until = time.monotonic() + seconds
         async with Producer(self.broker.appender) as producer:
-            while time.monotonic() < until:
+            while goes_on():
                 now = int(time.time() * 1000)
                 records = [self._make(now, self.chance.randrange(longest_wait_ms)) for _ in range(rate // 10)]
                 (await producer.send(RETRY_IN, records)).raise_first()

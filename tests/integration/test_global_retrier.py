@@ -36,9 +36,13 @@ async def storm(broker: Broker, url: str, folder: Path, seconds: float, kills_at
     reading = asyncio.create_task(waiters.read())
     try:
         async with kill_at_end(RetrierProcess(folder, url)) as retrier:
-            writing = asyncio.create_task(waiters.write(seconds, RATE, LONGEST_WAIT_MS))
             until = time.monotonic() + seconds
-            while time.monotonic() < until or kills < kills_at_least:
+
+            def goes_on() -> bool:
+                return time.monotonic() < until or kills < kills_at_least
+
+            writing = asyncio.create_task(waiters.write(goes_on, RATE, LONGEST_WAIT_MS))
+            while goes_on():
                 await retrier.start()
                 await retrier.wait_metric(1, "penstock_retrier_events_moved_total")
                 await asyncio.sleep(chance.uniform(0.3, 1.5))
