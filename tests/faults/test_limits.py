@@ -21,7 +21,7 @@ from services.core.jvm.kafka import KafkaCluster
 from services.core.keys import add_key, make_key
 from services.fleet.folder import read_state
 from tests.faults.conftest import Report
-from tests.faults.fleet import wait_until
+from tests.faults.fleet import DEADLINE, wait_until
 from tests.faults.trial import open_trial
 from tests.faults.unread import Flood
 from tests.integration.fleet_process import Desk, living
@@ -143,21 +143,21 @@ async def test_full_disk_of_kafka(small_disk: Path, tmp_path: Path, report: Repo
 async def test_ten_times_the_load(url: str, tmp_path: Path, report: Report) -> None:
     """If it fails, a client that sends more than it may, or more than fits, takes the memory or the time of all."""
     async with open_trial("20 far more than the quota and the queue", url, tmp_path, batch=100, workers=48) as trial:
-        token, entry = make_key(streams=[trial.stream], rate=6000, created="2026-01-02T03:04:05Z")
+        token, entry = make_key(streams=[trial.stream], rate=2000, created="2026-01-02T03:04:05Z")
         await asyncio.to_thread(add_key, tmp_path / "keys.yaml", entry)
         trial.sender.headers["Authorization"] = f"Bearer {token}"
         keys = ["--keys", str(tmp_path / "keys.yaml")]
         ingest = await trial.start_ingest("ingest-1", *keys, "--max-in-flight", "300KB")
         await trial.start_expel()
         trial.sender.set_rate(60_000)
-        async with trial.load():
+        async with trial.load(), asyncio.timeout(DEADLINE):
             await asyncio.sleep(4)
+            while not (trial.sender.answers[429] and trial.sender.reasons["overloaded"]):  # the quota, and the queue
+                await asyncio.sleep(0.1)
             trial.sender.set_rate(300)
             await trial.recover(time.monotonic())
         await trial.settle()
         assert set(trial.sender.answers) <= {200, 207, 429, 503}, trial.sender.answers
-        assert trial.sender.answers[429] > 0, "the quota was never reached"
-        assert trial.sender.reasons["overloaded"] > 0, "the queue was never full"
         assert ingest.starts == 1
         report(await trial.judge())
 
