@@ -55,6 +55,8 @@ class VersionedTransform(LogService):
             "--pipes",
             str(self.folder / "pipes.yaml"),
         ]
+        if version == "new":  # a slow machine is no batch that hangs
+            arguments += ["--batch-timeout", "30m"]
         self._command = [*program(version, self.folder), "-m", "spark", *arguments]
         self.start()
 
