@@ -122,7 +122,8 @@ class Migration:
     def result(self) -> Result:
         if self._copy is None:
             return Result(self.home, late=self._late)
-        return Result(self.home, self._copy.events, *self._copy.origins.counts(), self._held_s, self._groups)
+        counts = self._copy.origins.counts()
+        return Result(self.home, self._copy.events, *counts, self._held_s, self._groups, self._late)
 
     async def run(self, to: str) -> Result:
         """Until the stream lives on broker `to`; goes on where an earlier run ended. Raises CommandFailed, BrokerError kinds."""
@@ -184,6 +185,7 @@ class Migration:
             raise CommandFailed(f"{home.readers} has no topic {self._stream}", "penstock apply")
         self._before("create")
         if home.former == to:  # its end is not certain: an append whose writer was frozen may have arrived later
+            self._late = await self._store_late()
             await self._delete_topic(target)
         spec = TopicSpec(self._stream, partitions, retention_ms=int(self._pipes.streams[self._stream].retention * 1000))
         try:

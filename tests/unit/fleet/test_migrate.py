@@ -104,14 +104,16 @@ async def test_a_group_with_a_gap_is_named_before_anything_is_held(world: World,
         assert STREAM not in await there.admin.topics()
 
 
-async def test_what_came_late_to_the_former_topic_is_stored(world: World, tmp_path: Path) -> None:
-    """A service that was started without `brokers` has acknowledged it."""
+@pytest.mark.parametrize("end", ["finish", "undo"])
+async def test_what_came_late_to_the_former_topic_is_stored(world: World, tmp_path: Path, end: str) -> None:
+    """A service that was started without `brokers` has acknowledged it. Both ends delete the former topic."""
     await _fill(world, 3)
     async with world.process() as (broker, places):
         await Migration(broker, places, world.pipes, STREAM, "test").run("second")
         async with LogBroker.open(str(tmp_path / "own")) as own:
             await own.appender.append(STREAM, 0, [Record(None, b"late", 0)], timeout=5)
-        assert (await Migration(broker, places, world.pipes, STREAM, "test").finish()).late == 1
+        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        assert (await (migration.finish() if end == "finish" else migration.undo())).late == 1
         batch = await broker.reader.read(STREAM, 0, 3, max_records=1)
         assert batch is not None
         assert batch.records[0].value == b"late"
