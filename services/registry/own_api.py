@@ -115,12 +115,14 @@ class OwnApi:
         await self._registrar.log.refresh()
         level = self._catalog.level_of(name)
         judgement = await self._registrar.judge(name, candidate, level)
+        patch = None if judgement.compatible else await self._registrar.repair(name, candidate, level)
         return json_answer(
             {
                 "subject": name,
                 "level": level,
                 "compatible": judgement.compatible,
                 "differences": judgement.as_json(),
+                "repair": patch,
                 **identity_view(candidate),
             }
         )

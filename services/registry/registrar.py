@@ -14,7 +14,8 @@ import msgspec
 import orjson
 
 from services.core import metrics
-from services.core.avro.compatibility import Difference, Level, check, diff
+from services.core.avro.compatibility import Difference, Level, check, diff, repair
+from services.core.avro.patch import Operation
 from services.core.avro.resolution import TooComplex
 from services.core.avro.schema import Schema as AvroSchema
 from services.registry import problems
@@ -217,6 +218,16 @@ class Registrar:
         except TooComplex as error:
             raise Refused(problems.BAD_SCHEMA, str(error)) from error
         return Judgement(tuple((one, counted[one.against].number) for one in differences))
+
+    async def repair(self, subject: str, candidate: Candidate, level: str) -> list[Operation] | None:
+        """One patch that makes the candidate compatible with what `judge` compares it with, or None. Raises Refused."""
+        chosen, found = Level(level), self.catalog.subjects.get(subject)
+        existing = [] if found is None else current_versions(found)
+        schemas = _Stored(existing if chosen.transitive else existing[-1:], self._schemas)
+        try:
+            return await compute(lambda: repair(chosen, candidate.parsed, schemas))
+        except TooComplex as error:
+            raise Refused(problems.BAD_SCHEMA, str(error)) from error
 
     async def differences(self, old: AvroSchema, new: AvroSchema) -> list[Difference]:
         """Everything that differs. Raises Refused."""

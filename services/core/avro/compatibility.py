@@ -92,13 +92,10 @@ def check(level: Level, new: Schema, existing: Sequence[Schema]) -> list[Differe
 
     Raises TooComplex.
     """
-    differences: list[Difference] = []
-    tries = [min(MAX_TRIES, MAX_TRIED_NODES // _size(new))]
-    for index, old in _counted(level, existing):
-        found = [replace(difference, against=index) for difference in _compare(new, old, level, tries)]
-        seen = {(difference.path, difference.message) for difference in differences}
-        differences += [item for item in found if (item.path, item.message) not in seen]
-    return differences
+    differences: dict[tuple[str, str], Difference] = {}
+    for difference in _differences(level, new, existing, _budget(new)):
+        differences.setdefault((difference.path, difference.message), difference)
+    return list(differences.values())
 
 
 def compatible(level: Level, new: Schema, existing: Sequence[Schema]) -> bool:
@@ -120,23 +117,39 @@ def diff(old: Schema, new: Schema) -> list[Difference]:
 
 
 def repair(level: Level, new: Schema, existing: Sequence[Schema]) -> list[Operation] | None:
-    """One JSON Patch of the new schema that makes it compatible: the fixes, one after the other. None when there is none.
+    """One JSON Patch of the new schema that makes it compatible: the fixes, one after the other. None when there is none, or
+    none among the candidates of one comparison.
 
     Raises TooComplex.
     """
     patch: list[Operation] = []
-    schema = new
+    schema, tries = new, _budget(new)
     for _ in range(MAX_ROUNDS):
-        found = check(level, schema, existing)
-        if not found:
+        is_compatible = True
+        for difference in _differences(level, schema, existing, tries):
+            is_compatible = False
+            if difference.fix is not None:
+                break
+        if is_compatible:
             return patch
-        fix = next((difference.fix for difference in found if difference.fix is not None), None)
-        changed = None if fix is None else _apply(schema, fix)
-        if fix is None or changed is None:
+        changed = None if difference.fix is None else _apply(schema, difference.fix)
+        if difference.fix is None or changed is None:
             return None
-        patch += fix
+        patch += difference.fix
         schema = changed
     return None
+
+
+def _budget(new: Schema) -> list[int]:
+    """How many candidates may be tried."""
+    return [min(MAX_TRIES, MAX_TRIED_NODES // _size(new))]
+
+
+def _differences(level: Level, new: Schema, existing: Sequence[Schema], tries: list[int]) -> Iterator[Difference]:
+    """All of them, those against several versions several times. A fix is looked for when its difference is taken."""
+    for index, old in _counted(level, existing):
+        for difference in _compare(new, old, level, tries):
+            yield replace(difference, against=index)
 
 
 def _counted(level: Level, existing: Sequence[Schema]) -> Iterable[tuple[int, Schema]]:
@@ -150,27 +163,23 @@ def _findings(new: Schema, old: Schema, level: Level) -> list[tuple[Finding, boo
     return found + ([(finding, False) for finding in find(old, new, new_reads=False)] if level.old_reads else [])
 
 
-def _compare(new: Schema, old: Schema, level: Level, tries: list[int]) -> list[Difference]:
+def _compare(new: Schema, old: Schema, level: Level, tries: list[int]) -> Iterator[Difference]:
     found = _findings(new, old, level)
     places: dict[tuple[str, str, str], list[tuple[Finding, bool]]] = {}
     for finding, new_reads in found:
         places.setdefault((finding.site, finding.rule, finding.subject), []).append((finding, new_reads))
-    differences = []
     for group in places.values():
         finding = group[0][0]
         directions = {"BACKWARD" if new_reads else "FORWARD" for _, new_reads in group}
-        differences.append(
-            Difference(
-                finding.site,
-                finding.rule,
-                fragment(finding.reader, finding.field),
-                None if finding.rule == "FIELD_NEEDS_DEFAULT" else fragment(finding.writer, None),
-                "FULL" if len(directions) == 2 else directions.pop(),
-                finding.message,
-                _fix(group, new, old, level, found, tries),
-            )
+        yield Difference(
+            finding.site,
+            finding.rule,
+            fragment(finding.reader, finding.field),
+            None if finding.rule == "FIELD_NEEDS_DEFAULT" else fragment(finding.writer, None),
+            "FULL" if len(directions) == 2 else directions.pop(),
+            finding.message,
+            _fix(group, new, old, level, found, tries),
         )
-    return differences
 
 
 def _fix(

@@ -240,6 +240,8 @@ def _refuse(answer: dict[str, Any], *, as_json: bool) -> None:
     else:
         print_differences(answer["differences"])
         print_note(f"incompatible: {format_count(len(answer['differences']), 'difference')}", "red")
+        if len(answer["differences"]) > 1 and answer.get("repair"):
+            print_note(f"These changes together make it compatible: {json.dumps(answer['repair'])}", "green")
     raise typer.Exit(INCOMPATIBLE)
 
 

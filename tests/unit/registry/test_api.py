@@ -3,10 +3,12 @@
 import asyncio
 import json
 from collections.abc import Mapping
+from typing import Any
 from urllib.parse import quote
 
 import pytest
 
+from services.core.avro.patch import apply_patch
 from services.core.keys import make_key
 from services.registry.entries import entry_name
 from services.registry.schema_reader import MAX_REFERENCE_LEVELS
@@ -192,6 +194,19 @@ async def test_a_difference_has_a_patch() -> None:
         checked = await client.ask("POST", "/v1/check", {"subject": "s", "schema": INCOMPATIBLE})
         assert not checked["compatible"]
         assert await client.ask("GET", "/subjects/s/versions") == [1]
+
+
+async def test_one_patch_repairs_all_differences() -> None:
+    """Broken: each fix ends one difference, and the schema is still refused when all of them are applied."""
+    ours = [{"name": name, "type": "int"} for name in ("a", "b", "c")]
+    new: Any = {"type": "record", "name": "R", "fields": [{"name": "x", "type": "int"}, *ours]}
+    async with running_registry() as client:
+        await client.register("s", json.dumps({**new, "fields": [{"name": "x", "type": "int"}]}))
+        checked = await client.ask("POST", "/v1/check", {"subject": "s", "schema": json.dumps(new)})
+        assert len(checked["differences"]) == 3
+        mended = apply_patch(new, checked["repair"])
+        again = await client.ask("POST", "/v1/check", {"subject": "s", "schema": json.dumps(mended)})
+        assert (again["compatible"], again["differences"], again["repair"]) == (True, [], None)
 
 
 IDL = """@namespace("com.acme") protocol Shop {
