@@ -106,7 +106,14 @@ class SnapshotSource(NamedTuple):
         except NoSnapshot as error:
             metrics.TABLE_SNAPSHOTS.labels(meta.stream, error.reason).inc()
             hint = "the table is read from the beginning of its stream"
-            log.warning("snapshot_not_used", stream=meta.stream, source=self.url, error=str(error), hint=hint)
+            log.warning(
+                "snapshot_not_used",
+                stream=meta.stream,
+                source=self.url,
+                reason=error.reason,
+                error=str(error),
+                hint=hint,
+            )
         else:
             metrics.TABLE_SNAPSHOTS.labels(meta.stream, "used").inc()
             log.info("snapshot_used", stream=meta.stream, source=self.url)

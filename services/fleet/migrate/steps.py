@@ -60,21 +60,24 @@ class Result(NamedTuple):
 
 
 def check_movable(pipes: PipeFile, stream: str, to: str | None, url: str) -> None:
-    """Raises CommandFailed when this stream, or a stream to that broker, is never moved. url: of the fleet's own broker."""
+    """Raises CommandFailed when this stream, or a stream to that broker, is never moved. url: of the fleet's own broker. to: None
+    for a stream that has begun to move: whoever wants to see or end that may."""
     if stream not in pipes.streams:
         raise unknown_name(f"the pipe file has no stream {stream}", stream, pipes.streams)
     if not pipes.brokers:
         raise CommandFailed(
             "the pipe file names no other broker", "brokers: {NAME: URL} in it, and penstock up", status=2
         )
+    if to is None:
+        return
     names = [DEFAULT, *pipes.brokers]
-    if to is not None and to not in names:
+    if to not in names:
         raise unknown_name(f"the pipe file has no broker {to}", to, names)
     urls = {DEFAULT: url, **pipes.brokers}
-    for name in (pipes.streams[stream].home, to or DEFAULT):
-        if not urls[name].startswith("log:") and to is not None:
+    for name in (pipes.streams[stream].home, to):
+        if not urls[name].startswith("log:"):
             raise CommandFailed(
-                f"broker {name} is no embedded log: moves to and from Kafka are not tested yet",
+                f"broker {name} is no embedded log: streams are moved between embedded logs only",
                 "a pipe that copies the stream into one on the other broker",
                 status=2,
             )
@@ -176,7 +179,7 @@ class Migration:
         if home.former not in ("", to):
             raise CommandFailed(
                 f"{self._stream} was moved from {home.former}, and its former topic is still there",
-                f"penstock migrate {self._stream} --finish, which deletes it",
+                f"penstock migrate {self._stream} --finish, which deletes it, or --undo",
             )
         source, target = await self._named(home.readers), await self._named(to)
         self._show("creates the topic", 0, 1)
@@ -294,8 +297,9 @@ class Migration:
         while still := await _with_members(source, self._delivery_groups(), self._stream):
             if time.monotonic() > deadline:
                 raise CommandFailed(
-                    f"members of {', '.join(still)} still read {self._stream} on {home.readers} after {LEAVE_S:.0f} s",
-                    "that they run this version with this pipe file, then the same command",
+                    f"members of {', '.join(still)} still read {self._stream} on {home.readers} after {LEAVE_S:.0f} s. "
+                    "Until they have left, nothing of it is delivered",
+                    "a restart of each expel that runs another version, or a pipe file without brokers; then the same command",
                 )
             await asyncio.sleep(_AGAIN_S)
         self._before("groups")

@@ -29,18 +29,18 @@ StreamArgument = Annotated[str, typer.Argument(help="The stream's name.")]
 
 @APP.command(
     epilog=example(
-        "penstock migrate orders --to msk\npenstock migrate orders --status\npenstock migrate orders --undo\n"
+        "penstock migrate orders --to second\npenstock migrate orders --status\npenstock migrate orders --undo\n"
         "penstock migrate orders --finish"
     )
 )
 def migrate(
     stream: StreamArgument,
     to: Annotated[
-        str | None, typer.Option(help="The broker, by its name in the pipe file; default: the fleet's own.")
+        str | None, typer.Option(help="The broker, by its name in the pipe file. `default` is the fleet's own broker.")
     ] = None,
     status: Annotated[bool, typer.Option("--status", help="Show where the stream lives. Changes nothing.")] = False,
     undo: Annotated[
-        bool, typer.Option("--undo", help="Give the migration up; one that has ended is moved back.")
+        bool, typer.Option("--undo", help="Give the migration up. A stream that has moved is moved back.")
     ] = False,
     finish: Annotated[
         bool, typer.Option("--finish", help="Delete the former topic. After that nothing can be undone.")
@@ -57,7 +57,9 @@ def migrate(
     """
     if (to is not None) + status + undo + finish != 1:
         raise CommandFailed(
-            "what is to be done is not clear", "exactly one of --to BROKER, --status, --undo and --finish", status=2
+            "the command needs exactly one of --to BROKER, --status, --undo and --finish",
+            f"penstock migrate {stream} --status",
+            status=2,
         )
     file = load_pipes(find_pipes(pipes, data))
     url = find_broker(broker, data)
@@ -91,7 +93,7 @@ async def _with_migration(
     except BadBrokerUrl as error:
         raise CommandFailed(str(error), status=2) from error
     except BrokerError as error:
-        raise CommandFailed(f"{stream} is not moved yet: {error}", "the same command again: it goes on") from error
+        raise CommandFailed(f"{stream}: {error}", "the same command again: it goes on") from error
 
 
 def describe(result: Result, stream: str, *, in_file: str) -> list[str]:
@@ -99,7 +101,7 @@ def describe(result: Result, stream: str, *, in_file: str) -> list[str]:
     home = result.home
     if home.state is not None:
         return [
-            f"{stream} lives on {home.readers}, and is being moved to {home.to}: {home.state}",
+            f"{stream} is being moved from {home.readers} to {home.to}: {home.state}. Its events are stored on {home.writers}",
             f"Try: penstock migrate {stream} --to {home.to}, which goes on, or --undo",
         ]
     lines = [f"{stream} lives on {home.readers}"]
@@ -119,7 +121,7 @@ def describe(result: Result, stream: str, *, in_file: str) -> list[str]:
             "--undo"
         )
     if home.readers != in_file:
-        lines.append(f"the pipe file says {in_file}, which no longer counts. Try: on: {home.readers} there")
+        lines.append(f"the pipe file says {in_file}, which no longer counts. Try: on: {home.readers} at {stream} in it")
     return lines
 
 

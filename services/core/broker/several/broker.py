@@ -68,7 +68,7 @@ class SeveralBrokers:
             await places.known(topic, _KNOWN_WITHIN_S)
             if places.is_leaving(topic):
                 raise Unavailable(
-                    f"{topic} is moved away from broker {places.of(topic)}. Its readers wait until that has ended"
+                    f"{topic} moves from broker {places.of(topic)}. Its readers wait until the move has ended"
                 )
         parts = self.brokers.by_broker(topics)
         if len(parts) <= 1:

@@ -162,9 +162,7 @@ class HomeConsumer:
             if self._places.of(topic) == home:
                 await self._places.known(topic, max_wait)
             if self._places.of(topic) != home or self._places.is_leaving(topic):
-                raise HomeChanged(
-                    f"{topic} is moved away from broker {home}: its readers leave, and join where it is then"
-                )
+                raise HomeChanged(f"{topic} moves from broker {home}. Its readers leave, and join where it is then")
         batches = await self._consumer.poll(max_records=max_records, max_wait=max_wait)
         return [shift_batch(batch, self._base(batch.source)) for batch in batches]
 
