@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from services.core.aws_emulator import CREDENTIALS, AwsEmulator
 from services.core.jvm.kafka import KafkaCluster
-from tests.support import fault_table, second_try
+from tests.support import cpu_budget, fault_table, second_try
 from tests.support.kafka import wait_until_all_are_known
 from tests.support.kinesis_limits import KinesisLimits
 from tests.support.workers import SharedWorkers, sort_for_workers
@@ -73,6 +73,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedWorker
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What a person should see beside passed and failed."""
     fault_table.pytest_terminal_summary(terminalreporter)
+    cpu_budget.pytest_terminal_summary(terminalreporter)
     second_try.pytest_terminal_summary(terminalreporter)
 
 

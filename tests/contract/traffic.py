@@ -10,6 +10,7 @@ from typing import Self
 from services.core.broker.contract import Appended, Broker, Consumer
 from services.core.broker.errors import BrokerError, NotOwner
 from services.core.broker.record import Batch, Record, TopicPartition
+from tests.support.pacing import Pace
 
 DEADLINE = 600.0
 """Seconds that a condition may take before the test fails: generous, a busy machine is no defect."""
@@ -118,6 +119,7 @@ async def until_async(condition: Callable[[], Awaitable[bool]], what: str, deadl
     """Wait for something that one has to ask the broker about; a retriable failure counts as "not yet"."""
     try:
         async with asyncio.timeout(deadline):
+            pace = Pace()
             while True:
                 try:
                     if await condition():
@@ -125,7 +127,7 @@ async def until_async(condition: Callable[[], Awaitable[bool]], what: str, deadl
                 except BrokerError as error:
                     if not error.retriable:
                         raise
-                await asyncio.sleep(0.05)
+                await pace.rest()
     except TimeoutError:
         raise AssertionError(f"still not after {deadline} s: {what}") from None
 

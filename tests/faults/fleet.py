@@ -16,6 +16,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.core.jvm.child import start_child, stop_child
+from tests.support.pacing import Pace
 from tests.support.ports import free_port
 
 DEADLINE = 600.0
@@ -63,16 +64,18 @@ class Service:
     async def wait_ready(self) -> None:
         """Until it says that it is ready. Fails when it ends instead."""
         async with asyncio.timeout(DEADLINE):
+            pace = Pace()
             while not await self.is_ready():
                 assert self.is_running, f"{self.name} ended: {self.log.read_text()[-2000:]}"
-                await asyncio.sleep(0.05)
+                await pace.rest()
 
     async def wait_answering(self) -> None:
         """Until its management port answers, ready or not. Fails when it ends instead."""
         async with asyncio.timeout(DEADLINE):
+            pace = Pace()
             while not await self.samples("process_start_time_seconds"):
                 assert self.is_running, f"{self.name} ended: {self.log.read_text()[-2000:]}"
-                await asyncio.sleep(0.05)
+                await pace.rest()
 
     async def is_ready(self) -> bool:
         """What /readyz says; False without an answer."""
@@ -197,6 +200,7 @@ async def wait_until(condition: object, limit: float = DEADLINE) -> None:
     """Poll a condition (a plain or an async callable) until it holds; fails after `limit` seconds."""
     assert callable(condition)
     end = time.monotonic() + limit
+    pace = Pace()
     while True:
         result = condition()
         if asyncio.iscoroutine(result):
@@ -204,4 +208,4 @@ async def wait_until(condition: object, limit: float = DEADLINE) -> None:
         if result:
             return
         assert time.monotonic() < end, f"{condition} did not come to hold within {limit:.0f} s"
-        await asyncio.sleep(0.05)
+        await pace.rest()

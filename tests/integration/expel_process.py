@@ -22,6 +22,7 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.ledger.report import TELEMETRY
 from services.core.pauses import OPERATOR, Pause, write_pause
 from services.core.topic_names import CONTROL, parked_topic, retry_topic
+from tests.support.pacing import Pace
 from tests.support.ports import free_port
 from tests.unit.expel.receiver import DEADLINE
 
@@ -93,10 +94,11 @@ class Expel:
 
     async def wait_ready(self) -> None:
         async with asyncio.timeout(DEADLINE):
+            pace = Pace()
             while await self.get("/readyz") != 200:
                 assert self.process is not None
                 assert self.process.returncode is None, self.log
-                await asyncio.sleep(0.05)
+                await pace.rest()
 
     async def get(self, path: str) -> int:
         try:
@@ -118,8 +120,9 @@ class Expel:
 
     async def wait_metric(self, at_least: float, name: str, **labels: str) -> None:
         async with asyncio.timeout(DEADLINE):
+            pace = Pace()
             while await self.metric(name, **labels) < at_least:
-                await asyncio.sleep(0.05)
+                await pace.rest()
 
     async def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         assert self.process is not None
@@ -142,8 +145,9 @@ class Expel:
 
     async def wait_no_lag(self, destination: str) -> None:
         async with asyncio.timeout(DEADLINE):
+            pace = Pace()
             while any(lag.records for lag in (await self.lag(destination)).values()):
-                await asyncio.sleep(0.05)
+                await pace.rest()
 
     async def read_all(self, topic: str, count: int) -> list[Record]:
         """The first `count` records of a topic, by partition."""
@@ -201,14 +205,16 @@ async def count_parked(expel: Expel) -> int:
 
 async def wait_parked(expel: Expel, count: int) -> None:
     async with asyncio.timeout(DEADLINE):
+        pace = Pace()
         while await count_parked(expel) < count:
-            await asyncio.sleep(0.05)
+            await pace.rest()
 
 
 async def wait_replayed(expel: Expel) -> None:
     async with asyncio.timeout(DEADLINE):
+        pace = Pace()
         while any(
             lag.records
             for lag in (await expel.broker.admin.group_lag(f"{expel.pipe}.hook", parked_topic(expel.pipe))).values()
         ):
-            await asyncio.sleep(0.05)
+            await pace.rest()

@@ -15,6 +15,7 @@ import psutil
 from services.core.signing import SigningKey
 from services.fleet.folder import FleetState, read_state
 from services.fleet.receiver import Received, Receiver, serve_receiver
+from tests.support.pacing import Pace
 from tests.support.ports import free_port
 
 DEADLINE = 900.0
@@ -140,11 +141,12 @@ class Command:
 
     async def until_said(self, text: str) -> None:
         async with asyncio.timeout(DEADLINE):
+            pace = Pace()
             while text not in self.err + self.out:
                 if self.process.returncode is not None:
                     await self.finish()
                     raise AssertionError(f"ended with {self.process.returncode}: {self.out}{self.err}")
-                await asyncio.sleep(0.05)
+                await pace.rest()
 
     async def interrupt(self) -> int:
         """Ctrl-C; the exit status."""
@@ -163,8 +165,9 @@ class Command:
 async def until(condition: Callable[[], object], what: str, deadline: float = DEADLINE) -> None:
     try:
         async with asyncio.timeout(deadline):
+            pace = Pace()
             while not condition():
-                await asyncio.sleep(0.05)
+                await pace.rest()
     except TimeoutError:
         raise AssertionError(f"still not after {deadline} s: {what}") from None
 

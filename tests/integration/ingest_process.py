@@ -16,6 +16,7 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.record import Record
 from services.core.ledger.report import TELEMETRY
+from tests.support.pacing import Pace
 from tests.support.ports import free_port
 from tests.support.raw_http import Client, Reply, make_request
 
@@ -77,13 +78,14 @@ class Ingest:
     async def until_ready(self, *, ready: bool = True) -> str:
         """Wait for /readyz to say so; what it says."""
         async with asyncio.timeout(START_S):
+            pace = Pace()
             while True:
                 status, body = await self.get("/readyz")
                 if status == (200 if ready else 503):
                     return body
                 if self.process.returncode is not None:
                     raise AssertionError(f"ended with {self.process.returncode}")
-                await asyncio.sleep(0.05)
+                await pace.rest()
 
     async def post(self, body: bytes, stream: str = "plain", **headers: str) -> Reply:
         """One request on a connection of its own."""

@@ -18,6 +18,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.retry_state import RetryState, unwrap, wrap
 from services.core.topic_names import RETRY_IN, retry_topic
+from tests.support.pacing import Pace
 from tests.support.ports import free_port
 
 DEADLINE_S = 600.0
@@ -59,10 +60,11 @@ class RetrierProcess:
 
     async def wait_metric(self, at_least: float, name: str, **labels: str) -> None:
         async with asyncio.timeout(DEADLINE_S):
+            pace = Pace()
             while await self.metric(name, **labels) < at_least:
                 assert self.process is not None
                 assert self.process.returncode is None, self.log
-                await asyncio.sleep(0.05)
+                await pace.rest()
 
     async def stop(self, number: signal.Signals) -> int:
         assert self.process is not None
@@ -144,8 +146,9 @@ class Waiters:
     async def wait_all(self) -> None:
         """Until every event came out."""
         async with asyncio.timeout(DEADLINE_S):
+            pace = Pace()
             while len(self.came) < len(self.states):
-                await asyncio.sleep(0.05)
+                await pace.rest()
 
     def duplicates(self) -> int:
         """How often an event came out beyond its first time."""

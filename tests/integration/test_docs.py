@@ -12,6 +12,7 @@ import pytest
 
 from services.core.version import VERSION
 from tests.integration.fleet_process import DEADLINE, REPOSITORY, Command
+from tests.support.pacing import Pace
 from tests.support.ports import free_port
 
 CLONE = Path(sys.executable).parent
@@ -110,8 +111,9 @@ class Page:
         """Until a running command has said what is expected of it."""
         command = self.running[name]
         async with asyncio.timeout(DEADLINE):
+            pace = Pace()
             while not condition(command.out):
-                await asyncio.sleep(0.05)
+                await pace.rest()
 
     async def stop(self) -> None:
         """Ctrl-C in every terminal, the fleet's first."""

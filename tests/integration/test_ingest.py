@@ -22,6 +22,7 @@ from tests.integration.ingest_process import (
     run_to_end,
     running,
 )
+from tests.support.pacing import Pace
 from tests.support.ports import free_port
 from tests.support.raw_http import Client, make_request
 
@@ -224,9 +225,10 @@ async def test_it_stops_while_the_broker_cannot_be_opened(tmp_path: Path, number
     """It waits for its broker, unready and alive; a stop must not have to wait for the broker, too."""
     async with running(tmp_path, broker=f"kafka://127.0.0.1:{free_port()}") as ingest:
         async with asyncio.timeout(600):
+            pace = Pace()
             while (await ingest.get("/healthz"))[0] != 200:
                 assert ingest.process.returncode is None, (tmp_path / "ingest.log").read_text()
-                await asyncio.sleep(0.05)
+                await pace.rest()
         assert "the broker" in await ingest.until_ready(ready=False)
         assert await ingest.end(number) == 0
 

@@ -17,6 +17,7 @@ from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
 from tests.integration.expel_process import Expel, hook, kill_at_end
 from tests.integration.ingest_process import Ingest, log_url, running
+from tests.support.pacing import Pace
 from tests.unit.expel.receiver import DEADLINE, open_receiver
 
 STREAM = "plain"
@@ -107,8 +108,9 @@ async def count_told(broker: Broker) -> int:
 async def wait_told(broker: Broker, count: int) -> None:
     """Until they told of so many."""
     async with asyncio.timeout(DEADLINE):
+        pace = Pace()
         while await count_told(broker) < count:
-            await asyncio.sleep(0.05)
+            await pace.rest()
 
 
 async def test_reports_add_up_after_kills(tmp_path: Path) -> None:

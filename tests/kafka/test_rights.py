@@ -24,6 +24,7 @@ from services.core.rights import rights_of, show_rights
 from tests.faults.fleet import Service
 from tests.integration.fleet_process import REPOSITORY, Desk
 from tests.support.kafka import unique_name
+from tests.support.pacing import Pace
 from tests.support.ports import free_port
 from tests.support.secured_kafka import SecuredKafka
 
@@ -83,8 +84,9 @@ async def open_acls(kafka: SecuredKafka, folder: Path) -> AsyncIterator[Acls]:
 
 async def until(what: str, holds: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(600):
+        pace = Pace()
         while not await holds():
-            await asyncio.sleep(0.05)
+            await pace.rest()
     assert what
 
 

@@ -2,11 +2,13 @@
 
 import argparse
 import gc
+import itertools
 import re
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from math import inf
 
 from tests.simulation import choice, clock
 from tests.simulation.fleet import replace_seams, show_logs
@@ -17,6 +19,7 @@ from tests.simulation.readers.kafka_server import replace_connections
 from tests.simulation.readers.log_world import replace_threads
 from tests.simulation.tested_mends import MENDS, run_without
 from tests.simulation.verdict import Verdict
+from tests.support.cpu_budget import CpuBudget
 
 COLLECT_EVERY = 25
 """Histories: what is in cycles is thrown away then, and not in the middle of one, which takes a tenth of the time."""
@@ -50,6 +53,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="replay this history and show it")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=0, help="how many; 0: without end")
+    parser.add_argument("--start-at", type=int, help="the seed to begin with; those before it come last")
+    parser.add_argument("--cpu-seconds", type=float, help="begin no history after so many seconds of CPU")
     parser.add_argument(
         "--tell", action="store_true", help="say also what came of histories in which nothing went wrong"
     )
@@ -75,7 +80,9 @@ def main() -> int:
     gc.freeze()
     gc.disable()
     needs = next((patch.needs for patch in PATCHES if patch.name == given.without), frozenset[str]())
-    for count, seed in enumerate(_seeds(given.first, given.seeds), 1):
+    budget = CpuBudget(given.cpu_seconds or inf)
+    count = 0
+    for count, seed in enumerate(_seeds(given.first, given.seeds, given.start_at), 1):
         if not _words(seed) >= needs:
             continue
         verdict = run(seed)
@@ -89,6 +96,9 @@ def main() -> int:
                 f"{count} histories, {failed} failed, {(clock.real_seconds() - begun) / count * 1000:.0f} ms each",
                 flush=True,
             )
+        if not budget.is_left:
+            break
+    print(f"done: {count} histories, {failed} failed")
     return 1 if failed else 0
 
 
@@ -140,11 +150,11 @@ def _simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
-def _seeds(first: int, count: int) -> Iterator[int]:
-    seed = first
-    while not count or seed < first + count:
-        yield seed
-        seed += 1
+def _seeds(first: int, count: int, start_at: int | None) -> Iterable[int]:
+    if not count:
+        return itertools.count(first)
+    start = first if start_at is None else start_at
+    return itertools.chain(range(start, first + count), range(first, start))
 
 
 def _report(verdict: Verdict) -> int:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -13,6 +13,7 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.errors import TopicExists, Unavailable
 from services.core.broker.record import Record
+from services.core.event import read_id
 from services.core.ledger.report import TELEMETRY, Report, decode_report
 from services.core.topic_names import CONTROL
 from spark.brokers.contract import open_spark_broker
@@ -30,6 +31,8 @@ class BrokerPipeline(RunningJobs):
         super().__init__(session)
         self.url, self.folder = url, folder
         self.broker = open_spark_broker(url)
+        self._runner, self._following = asyncio.Runner(), AsyncExitStack()
+        self._followed: TopicReading | None = None
         run = uuid4().hex[:8]
         self.stream, self.pipe = f"s{run}", f"p{run}"
         asyncio.run(self.create([self.stream, f"{self.pipe}.out", f"{self.pipe}.dead"], partitions))
@@ -40,6 +43,9 @@ class BrokerPipeline(RunningJobs):
     def __exit__(self, *_: object) -> None:
         super().__exit__()
         self.broker.close()
+        if self._followed is not None:
+            self._runner.run(self._following.aclose())
+        self._runner.close()
 
     async def create(self, topics: Iterable[str], partitions: int) -> None:
         """Make topics."""
@@ -82,6 +88,19 @@ class BrokerPipeline(RunningJobs):
             reading = TopicReading(broker, f"{self.pipe}.{end}")
             await reading.go_on()
         return reading.found
+
+    def ids_so_far(self) -> list[str | None]:
+        """The ids of all events that are in the pipe's topic `out` now. To ask again reads only what came in the meantime."""
+
+        async def go_on() -> list[str | None]:
+            async with asyncio.timeout(300):
+                if self._followed is None:
+                    broker = await self._following.enter_async_context(open_broker(self.url))
+                    self._followed = TopicReading(broker, f"{self.pipe}.out")
+                await self._followed.go_on()
+            return [read_id(record) for record in self._followed.found]
+
+        return self._runner.run(go_on())
 
     def reports(self) -> list[Report]:
         """The pipe's reports in the telemetry topic, once the last one is there; waits for it."""

@@ -32,6 +32,7 @@ from spark.session import own_session
 from spark.settings import SelectedPipes, TransformSettings, load_pipes
 from spark.transforms.preparation import Prepared, prepare_pipes
 from tests.spark.stored_marks import StoredMarks
+from tests.support.pacing import Pace
 
 TOO_SLOW = "Python worker failed to connect back"
 """Spark gives it 10 s and no setting for it."""
@@ -48,9 +49,10 @@ def event(number: int, value: bytes, *, key: bytes | None = None, **headers: byt
 def wait_for(condition: Callable[[], bool], what: str) -> None:
     """Until the condition holds; fails after a deadline."""
     end = time.monotonic() + DEADLINE_S
+    pace = Pace()
     while not condition():
         assert time.monotonic() < end, f"in vain waited for: {what}"
-        time.sleep(0.05)
+        pace.rest_blocking()
 
 
 def read_topic(log: Path, topic: str) -> list[Record]:

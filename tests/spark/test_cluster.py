@@ -114,26 +114,22 @@ def test_workers_master_and_driver_come_and_go(
         spark_cluster.kill_master()
         spark_cluster.start_master()
         wait_for(lambda: "pipe_on_standby" in second.output.read_text(), "a driver on standby")
-        assert len(out_ids(pipeline)) < total, "all done too early to mean anything"
+        assert len(pipeline.ids_so_far()) < total, "all done too early to mean anything"
         spark_cluster.end_application(application)
         assert driver.wait(600) == 1, "the driver lives on without an application"
         assert f"{spark_cluster.url} has ended the application" in first.output.read_text()
         wait_for(lambda: "pipe_taken_over" in second.output.read_text(), "the other driver takes over")
-        wait_for(lambda: len(set(out_ids(pipeline))) == total, "all events")
+        wait_for(lambda: len(set(pipeline.ids_so_far())) == total, "all events")
         standby.terminate()
         assert standby.wait(600) == 0, second.output.read_text()[-3000:]
     assert "executors_lost" in first.output.read_text()
-    counts = Counter(out_ids(pipeline))
+    counts = Counter(pipeline.ids_so_far())
     assert counts.keys() == {f"id-{n}" for n in range(total)}
     assert counts.total() - total <= 4 * batch, "more again than the batches at work"
     assert not asyncio.run(pipeline.read_now("dead")), "an innocent event was rejected"
     assert numbers(pipeline.reports(), "passed") == set(range(total))
 
 
-def out_ids(pipeline: BrokerPipeline) -> list[str | None]:
-    return [read_id(record) for record in asyncio.run(pipeline.read_now("out"))]
-
-
 def _wait_for_more(pipeline: BrokerPipeline, events: int) -> None:
-    before = len(set(out_ids(pipeline)))
-    wait_for(lambda: len(set(out_ids(pipeline))) >= before + events, "progress")
+    before = len(set(pipeline.ids_so_far()))
+    wait_for(lambda: len(set(pipeline.ids_so_far())) >= before + events, "progress")

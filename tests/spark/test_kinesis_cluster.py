@@ -14,7 +14,7 @@ from services.core.event import read_id
 from tests.spark.broker_pipeline import BrokerPipeline
 from tests.spark.log_pipeline import event, numbers, wait_for
 from tests.spark.service_process import ServiceProcess
-from tests.spark.test_cluster import on, out_ids
+from tests.spark.test_cluster import on
 from tests.support.spark_cluster import SparkCluster
 
 pytestmark = [pytest.mark.spark]
@@ -53,7 +53,7 @@ def test_workers_and_drivers_die(pipeline: BrokerPipeline, spark_cluster: SparkC
     send(pipeline, 0, total // 2)
 
     def progress(events: int) -> None:
-        wait_for(lambda: len(set(out_ids(pipeline))) >= events, f"{events} events")
+        wait_for(lambda: len(set(pipeline.ids_so_far())) >= events, f"{events} events")
 
     options = [*on(spark_cluster), "--checkpoints", str(tmp_path / "checkpoints")]
     with ServiceProcess(tmp_path, pipeline.url, *options) as service:
@@ -70,7 +70,7 @@ def test_workers_and_drivers_die(pipeline: BrokerPipeline, spark_cluster: SparkC
         progress(total)
         process.terminate()
         assert process.wait(600) == 0, service.output.read_text()[-3000:]
-    counts = Counter(out_ids(pipeline))
+    counts = Counter(pipeline.ids_so_far())
     assert counts.keys() == {f"id-{n}" for n in range(total)}
     assert counts.total() - total <= 4 * 80, "more again than the batches at work"
     assert not asyncio.run(pipeline.read_now("dead")), "an innocent event was rejected"

@@ -1,6 +1,5 @@
 """`python -m spark` as the supervisor runs it: killed, stopped, misconfigured, without memory."""
 
-import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -23,6 +22,7 @@ from services.core.pauses import Pause
 from services.core.topic_names import CONTROL
 from tests.spark.log_pipeline import event, numbers, wait_for
 from tests.spark.service_process import LogService
+from tests.support.pacing import Pace
 
 pytestmark = pytest.mark.spark
 PORT_FILE = "management_port_open"
@@ -150,9 +150,10 @@ def test_ready_and_stopped(service: LogService) -> None:
     wait_for(lambda: get("/readyz")[0] == 503, "a query that fails makes it unready")
     for failures in (2, 3):
         line = f'penstock_transform_query_failures_total{{pipe="p"}} {failures}.0'
+        pace = Pace()
         while line not in get("/metrics")[1]:
             assert get("/readyz")[0] == 503
-            time.sleep(0.05)
+            pace.rest_blocking()
     assert 'penstock_transform_query_up{pipe="p"} 0.0' in get("/metrics")[1]
     process.terminate()
     assert process.wait(600) == 0, service.output.read_text()

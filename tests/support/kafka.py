@@ -12,6 +12,7 @@ from aiokafka.protocol.admin import DeleteGroupsRequest
 
 from services.core.broker.kafka import Timing
 from services.core.broker.kafka.cluster import Cluster
+from tests.support.pacing import Pace
 
 
 def unique_name(hint: str) -> str:
@@ -36,8 +37,9 @@ async def wait_until_all_are_known(bootstrap: str) -> None:
     addresses = bootstrap.split(",")
     for address in addresses:
         async with asyncio.timeout(300), open_admin(address) as admin:
+            pace = Pace()
             while len((await admin.describe_cluster())["brokers"]) < len(addresses):
-                await asyncio.sleep(0.05)
+                await pace.rest()
 
 
 async def make_topic(
@@ -58,8 +60,9 @@ async def make_topic(
         assert not errors, f"the cluster refused the topic: {errors}"
     for address in bootstrap.split(","):
         async with asyncio.timeout(300):
+            pace = Pace()
             while not await _has_leaders(address, name, partitions):
-                await asyncio.sleep(0.05)
+                await pace.rest()
     return name
 
 
@@ -69,12 +72,13 @@ async def describe_partitions(bootstrap: str, topic: str) -> list[dict[str, Any]
     Waits until the broker that answers has heard of the topic: each broker follows the controller at its own pace.
     """
     async with asyncio.timeout(300), open_admin(bootstrap) as admin:
+        pace = Pace()
         while True:
             (description,) = await admin.describe_topics([topic])
             partitions: list[dict[str, Any]] = description["partitions"]
             if partitions:
                 return sorted(partitions, key=lambda partition: partition["partition"])
-            await asyncio.sleep(0.05)
+            await pace.rest()
 
 
 async def delete_group(bootstrap: str, group: str) -> None:
@@ -83,8 +87,9 @@ async def delete_group(bootstrap: str, group: str) -> None:
     asking = Cluster(bootstrap, "test", Timing(session=2.0, heartbeat=0.3, drain=10.0, request=4.0, metadata=1.0))
     try:
         async with asyncio.timeout(300):
+            pace = Pace()
             while any(code for _, code in (await asking.ask_coordinator(group, DeleteGroupsRequest([group]))).results):
-                await asyncio.sleep(0.05)
+                await pace.rest()
     finally:
         await asking.close()
 

@@ -23,6 +23,7 @@ from services.core.pipes import PipeFile
 from services.core.provision import ensure_topics
 from services.fleet.migrate import steps
 from services.fleet.migrate.steps import Migration, Result
+from tests.support.pacing import Pace
 
 KEYS = 6
 GROUP, STREAM = "shop.crm", "orders"
@@ -148,8 +149,9 @@ class World:
     async def until_received(self) -> None:
         """Until the group has got everything that was acknowledged."""
         async with asyncio.timeout(30):
+            pace = Pace()
             while any(set(numbers) - set(self.received[key]) for key, numbers in self.acknowledged.items()):
-                await asyncio.sleep(0.05)
+                await pace.rest()
 
     def check(self) -> int:
         """The promises. Gives the number of duplicates."""
