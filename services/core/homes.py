@@ -169,15 +169,24 @@ class Homes(Places):
         event.set()
 
     async def follow(self) -> None:
-        """Until it is cancelled."""
+        """Until it is cancelled. While it fails, nobody writes or reads: where streams live is known for `LEASE_S` only."""
         is_failing = False
         while True:
             try:
                 await self.refresh()
                 is_failing = False
-            except BrokerError as error:
+            except (
+                Exception
+            ) as error:  # also one that nobody expects: a task that ends in silence would stop all streams for good
                 if not is_failing:
-                    log.warning("homes_unreadable", topic=CONTROL, error=str(error), hint="it is tried again")
+                    expected = isinstance(error, BrokerError)
+                    log.warning(
+                        "homes_unreadable",
+                        topic=CONTROL,
+                        error=str(error) if expected else repr(error),
+                        hint="it is tried again",
+                        exc_info=not expected,
+                    )
                 is_failing = True
             await asyncio.sleep(FOLLOW_S)
 

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.core import homes
 from services.core.broker.contract import Appended, Broker, TopicSpec
@@ -183,3 +184,21 @@ async def test_a_pipe_file_that_lacks_the_home_is_refused(tmp_path: Path) -> Non
         assert not (await producer.send("s", [Record(None, b"1", 0)])).failed
     async with LogBroker.open(str(tmp_path / "b")) as other:
         assert await _ends(other) == [1]
+
+
+async def test_an_error_that_nobody_expects_does_not_end_the_following(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a process refuses all events from then on, and its log does not say why."""
+
+    async def fails() -> None:
+        raise RuntimeError("nobody expects it")
+
+    async with _fleet(tmp_path) as (fleet, places, _, _other):
+        with monkeypatch.context() as patch, capture_logs() as lines:
+            patch.setattr(places, "refresh", fails)
+            async with asyncio.timeout(60):
+                while not lines:
+                    await asyncio.sleep(0.01)
+        assert [line["error"] for line in lines] == ["RuntimeError('nobody expects it')"]
+        assert not (await fleet.appender.append("s", 0, [Record(b"k", b"1", 0)], timeout=30)).failed

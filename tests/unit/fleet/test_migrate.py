@@ -12,8 +12,9 @@ from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.retention import remove_before
 from services.core.broker.log.topic_store import TopicStore
 from services.core.broker.producer import Producer
-from services.core.broker.record import Record
+from services.core.broker.record import Record, TopicPartition
 from services.core.pipes import PipeFile
+from services.fleet.migrate import steps
 from services.fleet.migrate.steps import Migration, check_movable
 from services.fleet.problem import CommandFailed
 from tests.support.migrations import GROUP, KEYS, STREAM, World, run_history, shorten_times
@@ -102,6 +103,33 @@ async def test_a_group_with_a_gap_is_named_before_anything_is_held(world: World,
         assert (await Migration(broker, places, world.pipes, STREAM, "test").undo()).home.state is None
     async with LogBroker.open(str(tmp_path / "second")) as there:
         assert STREAM not in await there.admin.topics()
+
+
+async def test_nobody_reads_there_before_the_last_member_has_left(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that does not follow the moves still delivers from the former topic: its commits would not count any more."""
+    monkeypatch.setattr(steps, "LEAVE_S", 0.5)
+    await _fill(world, 10)
+
+    async def revoke(_partitions: frozenset[TopicPartition]) -> None:
+        """Nothing is under way."""
+
+    async with world.process() as (broker, places):
+        async with (
+            LogBroker.open(str(tmp_path / "own")) as old,
+            old.consumer(GROUP, [STREAM], start="earliest", on_revoke=revoke) as member,
+        ):
+            async with asyncio.timeout(60):
+                while not (batches := await member.poll(max_records=4, max_wait=0.1)):
+                    pass
+            await member.commit({batches[0].source: 1})
+            with pytest.raises(CommandFailed, match=f"members of {GROUP} still read {STREAM} on default"):
+                await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+            assert places.home(STREAM).state == "written"
+        result = await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+        assert result.home.readers == "second"
+        assert (await broker.admin.positions(GROUP, STREAM))[0] == 2
 
 
 @pytest.mark.parametrize("end", ["finish", "undo"])

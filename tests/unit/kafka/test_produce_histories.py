@@ -485,7 +485,7 @@ class ProduceRepeatingDuplicates(Produce):
 
 
 def run_histories(machine: type[Produce], phases: Sequence[Phase], examples: int = EXAMPLES, number: int = 0) -> None:
-    """number: of this run. Where hypothesis makes the same histories in every run (in CI it does), two numbers have different ones."""
+    """number: of this run. In CI hypothesis makes the same histories in each run; those of two numbers differ."""
     if settings.default is not None and settings.default.derandomize:
         machine = seed(number)(type(machine.__name__, (machine,), {}))
     run_state_machine_as_test(
