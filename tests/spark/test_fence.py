@@ -195,7 +195,7 @@ pipes:
     transform: {sql: "SELECT event, delay FROM s", max_events: 20, interval: 20ms}
     destinations: [{name: d, webhook: {url: "https://example.com/"}}]
 """
-FREEZES = 3
+FREEZES = 2
 
 
 class TwoDrivers:

@@ -1,9 +1,10 @@
 """Which tests share a worker under `pytest -n`, and which begin first.
 
 A Kafka cluster, a Kinesis emulator and a Spark session each take seconds of CPU to start, so all tests that need one run in one
-worker, one after another. So do those on a Spark cluster. These four groups are the longest chains and begin at once. Half of a
-test of real processes is waiting, so `make test` has more workers than the machine has cores. Every other test goes to the first
-free worker: tests of many seconds first, so that no worker begins one of them when the others have nothing left to do.
+worker, one after another. So do those on a Spark cluster. Tests of a Spark session are two groups: as one they would still run when
+all others have ended. The groups are the longest chains and begin first. Half of a test of real processes is waiting, so
+`make test` has more workers than the machine has cores. Every other test goes to the first free worker: tests of many seconds
+first, so that no worker begins one of them when the others have nothing left to do.
 
 xdist's own `--dist loadgroup` marks nodes by a name that pytest 9 does not look at any more, and so groups nothing.
 """
@@ -14,6 +15,8 @@ from xdist.scheduler import LoadScopeScheduling
 _SERVERS = ("kafka", "kinesis")
 _OWN_SPARK = "tests/spark/test_service.py"
 """Each of its tests starts Spark for itself."""
+_SECOND_SPARK = "tests/spark/test_kinesis"
+"""The files before it, with the only ones that need a Kafka, take as long as those from it on."""
 _CLUSTERS = ("tests/spark/test_cluster.py", "tests/spark/test_executor_group.py", "tests/spark/test_kinesis_cluster.py")
 """Their transforms are processes of their own, with executors; the broker is shared by all of them."""
 _LONGEST_FIRST = (*_CLUSTERS, _OWN_SPARK, "tests/simulation/", "tests/integration/", "tests/faults/", "tests/")
@@ -32,7 +35,7 @@ def find_group(nodeid: str) -> str | None:
     if nodeid.startswith(_CLUSTERS):
         return "cluster"
     if nodeid.startswith("tests/spark/") and not nodeid.startswith(_OWN_SPARK):
-        return "spark"
+        return "spark" if nodeid < _SECOND_SPARK else "second spark"
     if nodeid.startswith((_LAST, _OWN_SPARK)):
         return None
     return next((server for server in _SERVERS if server in nodeid), None)
