@@ -99,11 +99,38 @@ def explain_mismatch(payload: bytes, columns: StructType) -> str:
     mismatches.sort(key=lambda one: isinstance(one[1], _TIMES))  # Spark knows more forms of times than Python
     for path, kind, value in mismatches:
         return f"field {path}: expected {_name_of(kind)}, found {_describe(value)}"
-    for field in columns.fields:
-        if not field.nullable and found.get(field.name) is None:
-            value = "null" if field.name in found else "no such field"
-            return f"field {_join('', field.name)}: expected {_name_of(field.dataType)} NOT NULL, found {value}"
+    for path, kind, is_there in _find_missing(found, columns, ""):
+        return f"field {path}: expected {_name_of(kind)} NOT NULL, found {'null' if is_there else 'no such field'}"
     return "a field does not fit the stream's columns"
+
+
+def has_required(kind: DataType) -> bool:
+    """Whether a part of this type is NOT NULL."""
+    match kind:
+        case StructType():
+            return any(not field.nullable or has_required(field.dataType) for field in kind.fields)
+        case ArrayType():
+            return has_required(kind.elementType)
+        case MapType():
+            return has_required(kind.valueType)
+        case _:
+            return False
+
+
+def _find_missing(value: Any, kind: DataType, path: str) -> Iterator[tuple[str, DataType, bool]]:
+    """(path, declared type, whether it is there as null) of each NOT NULL field that is missing, in the order of the columns."""
+    if isinstance(kind, StructType) and isinstance(value, dict):
+        for field in kind.fields:
+            place, part = _join(path, field.name), value.get(field.name)
+            if part is None and not field.nullable:
+                yield place, field.dataType, field.name in value
+            yield from _find_missing(part, field.dataType, place)
+    elif isinstance(kind, ArrayType) and isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _find_missing(item, kind.elementType, f"{path}[{index}]")
+    elif isinstance(kind, MapType) and isinstance(value, dict):
+        for key, item in value.items():
+            yield from _find_missing(item, kind.valueType, f"{path}[{_quote(key)}]")
 
 
 def _refuse_constant(name: str) -> None:

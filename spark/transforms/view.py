@@ -4,15 +4,17 @@ Expressions are built once and used for each batch: building one takes many call
 Names that start with `_penstock` are ours.
 """
 
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
-from pyspark.sql.types import DecimalType, StringType, StructField, StructType
+from pyspark.sql.types import ArrayType, DataType, DecimalType, MapType, StringType, StructField, StructType
 
 from services.core import event as names
 from spark.records import EVENT, EVENT_TIME, HEADERS, LATEST_MS, RAW_NAMES, READ, VALUE
-from spark.transforms.mismatch import NOISE, explain_mismatch, most_noise, with_decimals
+from spark.transforms.mismatch import NOISE, explain_mismatch, has_required, most_noise, with_decimals
 
 FAILED_CHECK = "_penstock_failed_check"
 """Column: null for an event, else the number of the check that the record fails."""
@@ -146,9 +148,35 @@ def _checks(columns: StructType | None) -> list[Check]:
     checks += [Check(~is_object, SCHEMA_MISMATCH), Check(unfit, SCHEMA_MISMATCH)]
     rounded = (found for field in columns.fields if (found := _is_rounded(field)) is not None)
     checks += [Check(found, SCHEMA_MISMATCH) for found in rounded]
-    return checks + [
-        Check(parsed[field.name].isNull(), SCHEMA_MISMATCH) for field in columns.fields if not field.nullable
-    ]
+    required = (found for field in columns.fields if (found := _lacks(field, parsed)) is not None)
+    return checks + [Check(found, SCHEMA_MISMATCH) for found in required]
+
+
+def _lacks(field: StructField, parent: Column) -> Column | None:
+    """Whether this NOT NULL field is missing in an object, or one within it; None: nothing of it is NOT NULL. Null means no."""
+    value = parent[field.name]
+    inside = _lacks_inside(field.dataType, value)
+    if field.nullable:
+        return inside
+    return value.isNull() if inside is None else value.isNull() | inside
+
+
+def _lacks_inside(kind: DataType, value: Column) -> Column | None:
+    """As `_lacks`, for the parts of a value. A value that is null lacks none of them."""
+    match kind:
+        case StructType():
+            found = [one for field in kind.fields if (one := _lacks(field, value)) is not None]
+            return value.isNotNull() & reduce(or_, found) if found else None
+        case ArrayType() if has_required(kind.elementType):
+            return f.exists(value, lambda item: _as_bool(_lacks_inside(kind.elementType, item)))
+        case MapType() if has_required(kind.valueType):
+            return f.exists(f.map_values(value), lambda item: _as_bool(_lacks_inside(kind.valueType, item)))
+        case _:
+            return None
+
+
+def _as_bool(found: Column | None) -> Column:
+    return f.lit(False) if found is None else f.coalesce(found, f.lit(False))
 
 
 def _is_tombstone() -> Column:

@@ -35,6 +35,14 @@ COLUMNS = (
     .add("huge", t.DecimalType(38, 20))
     .add("sum", t.DecimalType(18, 2))
     .add("odd name", t.IntegerType())
+    .add(
+        "buyer",
+        t.StructType()
+        .add("name", t.StringType(), False)
+        .add("home", t.StructType().add("zip", t.IntegerType(), False)),
+    )
+    .add("items", t.ArrayType(t.StructType().add("sku", t.StringType(), False).add("n", t.IntegerType())))
+    .add("stock", t.MapType(t.StringType(), t.ArrayType(t.StructType().add("n", t.IntegerType(), False))))
     .add("id", t.StringType(), nullable=False)
 )
 MISMATCHES: list[tuple[dict[str, Any], str]] = [
@@ -65,6 +73,10 @@ MISMATCHES: list[tuple[dict[str, Any], str]] = [
     ({"prices": {"EUR": 1, "USD": "x"}}, "field prices['USD']: expected INT, found the text 'x'"),
     ({"odd name": []}, "field 'odd name': expected INT, found a list"),
     ({"id": None}, "field id: expected STRING NOT NULL, found null"),
+    ({"buyer": {}}, "field buyer.name: expected STRING NOT NULL, found no such field"),
+    ({"buyer": {"name": "ann", "home": {"zip": None}}}, "field buyer.home.zip: expected INT NOT NULL, found null"),
+    ({"items": [{"sku": "a"}, {"n": 1}]}, "field items[1].sku: expected STRING NOT NULL, found no such field"),
+    ({"stock": {"a": [{"n": 1}], "b": [{}]}}, "field stock['b'][0].n: expected INT NOT NULL, found no such field"),
 ]
 FITTING: list[dict[str, Any]] = [
     {"tiny": 255, "qty": 0, "total": 9223372036854775807, "price": 19.990000000000006, "ratio": 1, "paid": False},
@@ -79,6 +91,8 @@ FITTING: list[dict[str, Any]] = [
     {"sum": 12345678.910000011},  # five float errors of such a number
     {"sum": 99999999999.20003},
     {"qty": None, "unknown": "x", "id": 5},
+    {"buyer": {"name": "ann"}, "items": [], "stock": {}},
+    {"buyer": None, "items": [None, {"sku": "a"}], "stock": {"a": None, "b": [None, {"n": 1}]}},
 ]
 
 
