@@ -269,8 +269,9 @@ class RetryWriter:
             event = delivery.records[index]
             state = self._add_attempts(delivery, event, source, offset)
             wait = self.schedule.next_wait(state.rounds, failure)
+            last = _last_failure(delivery, state) if failure.reason == BREAKER_OPEN else ""
             if wait is None:
-                over[index] = Failure(WINDOW_OVER, f"{failure.reason}: {failure.detail}", recoverable=False)
+                over[index] = Failure(WINDOW_OVER, _describe_end(failure, last), recoverable=False)
                 continue
             due = now_ms + int(1000 * wait)
             state = replace(
@@ -279,7 +280,7 @@ class RetryWriter:
                 first_failure=state.first_failure or now_ms,
                 due=due,
                 reason=failure.reason,
-                detail=failure.detail,
+                detail=f"{failure.detail}{_LAST_FAILURE}{last}" if last else failure.detail,
             )
             record = _wrap(delivery, event, state, source, offset, failure.reason, now_ms)
             records.append(record._replace(due=due_span(due, due - now_ms)))
@@ -313,6 +314,27 @@ class RetryWriter:
             first_failure=earlier.first_failure or delivery.first_failure,
             time=event.timestamp,
         )
+
+
+_LAST_FAILURE = "; last failure: "
+
+
+def _last_failure(delivery: Delivery, state: RetryState) -> str:
+    """Of an event whose round ends untried: reason and detail of its last attempt, as far as they are known. "" without any."""
+    if state.reason == BREAKER_OPEN:
+        known = state.detail.partition(_LAST_FAILURE)[2]
+    else:
+        known = f"{state.reason}: {state.detail}" if state.reason else ""
+    if delivery.failures and not known.startswith(newest := delivery.failures[-1].reason):
+        return newest
+    return known
+
+
+def _describe_end(failure: Failure, last: str) -> str:
+    """The detail of a dead letter whose window is over. last: see `_last_failure`; empty for a round that was tried."""
+    if not last:
+        return f"{failure.reason}: {failure.detail}"
+    return f"{last}; the last round was not tried, because the circuit breaker was open"
 
 
 def _wrap(

@@ -229,6 +229,11 @@ class _Search:
                 text += (
                     f", which got the name {heir} since. Try: `renamed_from: {heir}`, if it is {heir} under a new name"
                 )
+            if await self._is_running(old):
+                text += (
+                    f". {old} runs. `penstock apply` copies its position at once, and what it delivers after that is delivered "
+                    "again. Try: stop the fleet first, or only penstock up"
+                )
             return Change("renamed", lane, text, unread, old)
         unread = {topic: count for topic, count in (await self._count_unread(lane, topics)).items() if count}
         text = f"has begun before and keeps its own position{f' ({_count(unread)} unread)' if unread else ''}; it does not "

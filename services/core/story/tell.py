@@ -158,6 +158,9 @@ def _describe_attempts(state: RetryState, before: int) -> str:
     if not state.attempts:
         return "no attempt:"
     if state.reason == BREAKER_OPEN:
+        tried = state.attempts - before if before or state.rounds == 1 else 0
+        if tried > 0:
+            return f"{_attempts(tried)} failed in this round ({state.attempts} in all), and then"
         return f"no attempt in this round ({state.attempts} failed before):"
     if not 0 < before < state.attempts:
         return f"{_attempts(state.attempts)} failed, the last with"
@@ -419,7 +422,9 @@ class _LaneTeller:
     def _outputs_text(self) -> str:
         values = [value for found in self._inputs() if (value := found.record.header(OUTPUTS)) is not None]
         outputs = sorted({name for value in values for name in value.decode(errors="replace").split(",") if name})
-        return f"the transform gave it to {', '.join(outputs)}" if outputs else "the transform gave it to other outputs"
+        if not outputs:
+            return "the transform did not give it to this output"
+        return f"the transform gave it to {', '.join(outputs)}"
 
     def _progress(self, found: Found, since: str) -> tuple[bool, str]:
         """Whether the lane's group has this record still before it, and where the event is."""

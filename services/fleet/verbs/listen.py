@@ -126,7 +126,9 @@ def _print_lines(received: Received) -> None:
     if received.authorized is not None:
         signed = f"token good, {signed}" if received.authorized else "token bad"
     tail = f", {duplicates} duplicates" if duplicates else ""
-    OUT.print(Text(f"{clock} {received.webhook_id} {len(received.events)} events{tail}, {signed}", style="bold"))
+    is_refused = received.signed is False or received.authorized is False
+    what = f"refused: {signed}" if is_refused else f"{len(received.events)} events{tail}, {signed}"
+    OUT.print(Text(f"{clock} {received.webhook_id} {what}", style="bold"))
     is_cut = False
     shown = list(zip(received.new, received.texts, strict=True))[: SHOWN_EVENTS if OUT.is_terminal else None]
     for event, received_text in shown:

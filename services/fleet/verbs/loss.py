@@ -68,8 +68,8 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """List the missing events of a minute: id, the last node that reported it, and its offset there."""
-    path = f"/v1/pipes/{quote(pipe, safe='')}/loss/{quote(minute, safe='')}/explain"
-    body = uvloop.run(get_json(find_observer(observer, data, token_file), path, {}))
+    path, where = f"/v1/pipes/{quote(pipe, safe='')}/loss", find_observer(observer, data, token_file)
+    body = uvloop.run(get_json(where, f"{path}/{quote(minute, safe='')}/explain", {}))
     if as_json:
         typer.echo(json.dumps(body))
         return
@@ -85,7 +85,10 @@ def explain(
             "yellow",
         )
     more = f", {len(named) - SHOWN} of them not shown. Try: --json" if len(named) > SHOWN else ""
-    print_note(f"{body['missing']} events of {body['minute']} are missing in {pipe}{more}")
+    now = uvloop.run(get_json(where, path, {"from": body["minute"], "to": body["minute"]}))
+    is_open = any(not step["final"] for row in now["minutes"] for step in row["steps"])
+    so_far = " so far: the minute is not final, and they may still arrive" if is_open else ""
+    print_note(f"{body['missing']} events of {body['minute']} are missing in {pipe}{so_far}{more}")
 
 
 def missing_table(named: list[dict[str, Any]]) -> Table:

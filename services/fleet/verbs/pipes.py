@@ -280,19 +280,22 @@ def schema() -> None:
 
 @APP.command(
     epilog=example(
+        "penstock apply\n"
         "penstock apply -f pipes.yaml --broker kafka://127.0.0.1:9092\n"
         "penstock apply -f pipes.yaml --broker 'kinesis://eu-west-1?prefix=acme.'"
     )
 )
 def apply(
     broker: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--broker",
             envvar="PENSTOCK_BROKER",
-            help="log:///path, kafka://host:port or kinesis://region, with ?prefix=acme. where fleets share it.",
+            help="log:///path, kafka://host:port or kinesis://region, with ?prefix=acme. where fleets share it. Without it: the "
+            "broker of the fleet on --data.",
         ),
-    ],
+    ] = None,
+    data: Data = Path("data"),
     pipes: PipeFilePath = Path("pipes.yaml"),
     allow_networks: Allowed = "",
     grow: Annotated[
@@ -308,17 +311,20 @@ def apply(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Create the topics of a pipe file, and nothing else. Safe to run again. Topics with more partitions stay as they are.
+    """Create the topics of a pipe file, and let renamed destinations continue at their positions. Safe to run again.
+
+    Topics with more partitions stay as they are. If a destination has a new name, run it while the fleet is stopped.
 
     Status 2 when events wait for a destination that is neither in the file nor in its `removed`, or a pipe that is gone leaves
     dead letters.
     """
     found = check_pipe_file(pipes, allow_networks=allow_networks, secrets=False)
-    changes = uvloop.run(check_changes(broker, found, pipes, None))
-    done, waiting, grown = uvloop.run(prepare(broker, found, pipes, grow=grow))
+    url = find_broker(broker, data)
+    changes = uvloop.run(check_changes(url, found, pipes, None))
+    done, waiting, grown = uvloop.run(prepare(url, found, pipes, grow=grow))
     altered: list[str] = []
     if log_append_time:
-        altered = uvloop.run(count_from_storing(broker, found))
+        altered = uvloop.run(count_from_storing(url, found))
         changes = [change for change in changes if change.kind != "retention"]
     if as_json:
         counts = {"created": done.created, "grown": done.grown, "kept": done.kept, "altered": altered}

@@ -371,6 +371,13 @@ async def test_an_open_circuit_breaker_is_no_failed_attempt(history: History) ->
     told = await billing_of(history, "held")
     assert [moment.text.partition(":")[0] for moment in told.history][1] == "no attempt in this round (4 failed before)"
     assert told.now.endswith("; the circuit breaker was open")
+    third = history.wait(event, 3000, rounds=3, attempts=7)
+    opened = [(name, b"breaker_open" if name.endswith("_reason") else value) for name, value in third.headers]
+    await history.write("penstock.retry-in", Record(third.key, third.value, third.timestamp, tuple(opened)))
+    told = await billing_of(history, "held")
+    assert told.history[2].text.startswith(
+        "3 attempts failed in this round (7 in all), and then the circuit breaker was open"
+    )
 
 
 async def test_a_delivery_after_a_reset(history: History) -> None:

@@ -13,8 +13,9 @@ from services.core.failed_attempts import FailedAttempt, pack_attempts, parse_at
 from services.core.http_failure import Failure
 from services.core.retry_state import BREAKER_OPEN, FAILURES, RetryState, unwrap, wrap
 from services.expel import circuit_breaker, throttle
-from services.expel.delivery import Delivery
+from services.expel.delivery import Delivery, OffsetRun
 from services.expel.retry_policy import JITTER, Outcome, RetryLimits, RetrySchedule
+from services.expel.side_topics import RetryWriter
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.expel.fake_sender import BUSY, WRONG, make_record
 from tests.unit.expel.receiver import wait_until
@@ -124,6 +125,34 @@ def test_a_last_round_that_found_an_open_breaker_is_followed_by_one_more() -> No
     assert schedule.next_wait(2, untried) == 90.0
     assert schedule.next_wait(3, untried) is None
     assert schedule.next_wait(2, BUSY) is None
+
+
+def _untried(delivery: Delivery, schedule: Sequence[float]) -> tuple[list[RetryState], list[Failure]]:
+    """What becomes of an event that was not tried, because the breaker was open."""
+    failure = Failure(BREAKER_OPEN, "not tried", recoverable=True, retry_after=90.0)
+    records, over = RetryWriter("late", "hook", RetrySchedule(schedule)).make(delivery, {0: failure}, 1000)
+    return [unwrap(record.record)[1] for record in records], list(over.values())
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "text"),
+    [
+        (("http_503", "busy"), (), "http_503: busy"),
+        (("breaker_open", "not tried; last failure: timeout: 30 s"), (), "timeout: 30 s"),
+        (("http_503", "busy"), (FailedAttempt(70, "connection"),), "connection"),
+        (("http_503", "busy"), (FailedAttempt(70, "http_503"),), "http_503: busy"),
+    ],
+)
+def test_an_untried_round_does_not_hide_the_last_failure(
+    before: tuple[str, str], now: tuple[FailedAttempt, ...], text: str
+) -> None:
+    """If it fails, a dead letter of an outage says only that it was not tried, and nobody learns why."""
+    event = returned(7, attempts=3, rounds=1, reason=before[0], detail=before[1])
+    delivery = Delivery([b""], [b"e"], [1], [event], [OffsetRun(BACK, [0], 0)], attempts=len(now), failures=now)
+    [state], [] = _untried(delivery, [5.0, 60.0])
+    assert (state.reason, state.detail) == (BREAKER_OPEN, f"not tried; last failure: {text}")
+    [], [letter] = _untried(delivery, [])
+    assert letter.detail == f"{text}; the last round was not tried, because the circuit breaker was open"
 
 
 async def test_counts_go_on_and_end_in_dead_letters(broker: FakeBroker) -> None:

@@ -191,7 +191,7 @@ def test_init_check_and_schema(shell: Shell) -> None:
     assert shell.run("check", "--allow-networks", "127.0.0.0/8") == 0
     assert shell.out == "pipes.yaml is good: 1 stream, 1 pipe, 1 destination\n"
     trial = "Try: penstock try large-orders --sample FILE"
-    mode = "large-orders: its transform runs in real-time mode on Kafka if it treats each event by itself, else in micro-batches"
+    mode = "large-orders: its transform runs in micro-batches, but on Kafka in real-time mode if it treats each event by itself"
     assert shell.err == f"{mode}\nthe transform was not analysed. {trial}\n"
     assert shell.run("check", "--json") == 2
     [problem] = json.loads(shell.out)["problems"]

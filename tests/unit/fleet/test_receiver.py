@@ -95,6 +95,8 @@ def test_a_file_gets_whole_events(monkeypatch: pytest.MonkeyPatch) -> None:
         printed.append(cast(io.StringIO, console.file).getvalue())
     whole, cut = (text.splitlines()[1:] for text in printed)
     assert "5 events, token good, signature not checked" in printed[0]
+    listen._print_lines(Received("msg_2", (), (), False, 0.0))
+    assert "msg_2 refused: signature bad" in cast(io.StringIO, console.file).getvalue()
     assert [line.endswith(f'"end":{number}}}') for number, line in enumerate(whole)] == [True] * 5
     assert [line.endswith("…") for line in cut] == [True, True, True, False]
     assert cut[-1] == "  … and 2 more; --json for all of it"

@@ -135,8 +135,21 @@ def test_a_new_name_without_a_word_would_get_everything(site: Site, shell: Shell
         "late/new: new destination, new events only (start: latest); 2,800 events of s are not sent" in site.check()[1]
     )
     site.write(one_pipe("late", ["name: new"]))
-    assert shell.run("apply", "--broker", site.url) == 0
+    assert shell.run("apply") == 0, "it finds the log of the fleet on --data"
     assert words in shell.err.replace("\n", " ")
+
+
+def test_a_former_name_that_runs_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: `penstock apply` copies the position of a destination that goes on, and its events come twice, without a word."""
+    site.deliver("late/old", 2799)
+    site.write(one_pipe("late", ["name: new, renamed_from: old"]))
+    assert "late/old runs" not in site.check()[1]
+
+    async def members(_admin: object, group: str) -> list[str]:
+        return ["m-1"] if group == "late.old" else []
+
+    monkeypatch.setattr(LogAdmin, "members", members)
+    assert "(0 events of s unread). late/old runs. `penstock apply` copies its position at once" in site.check()[1]
 
 
 def test_a_former_name_hands_over_its_position_once(site: Site) -> None:
