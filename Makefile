@@ -59,13 +59,14 @@ unit: $(STAMP)  ## most unit tests, in about a minute
 
 # Tests that need Kafka share one cluster and run in one worker, those that need Spark in another (tests/support/workers.py).
 # The archives of classes take a minute once, and so do the types in a new clone; each has one core.
-test: setup  ## every check and every test there is, real Kafka among them
+# TURNS=all: also the long tests that have their turn on another day (tests/support/turns.py).
+test: setup  ## every check, and the tests, real Kafka among them; TURNS=all
 	@$(PY) -m tests.support.class_archives & archives=$$!; \
 	$(MAKE) --no-print-directory check; checked=$$?; \
 	wait $$archives && exit $$checked
 	@infra/dev/test_tools.sh
-	@$(PY) -m pytest -n $(WORKERS)
-	@test -n "$$(git status --porcelain)" || git rev-parse 'HEAD^{tree}' > .venv/.tested || true  # for make release
+	@$(if $(TURNS),PENSTOCK_TEST_TURNS=$(TURNS)) $(PY) -m pytest -n $(WORKERS)
+	@test "$(TURNS)" != all || test -n "$$(git status --porcelain)" || git rev-parse 'HEAD^{tree}' > .venv/.tested || true  # for make release
 
 # On the embedded log it needs no jars; on Kafka it fetches them itself, once.
 demo: $(RUN) $(if $(findstring kinesis,$(ARGS)),emulator)  ## the fleet, end to end, on real events; ARGS="--broker kinesis", ARGS=--chaos, ARGS=--json

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from services.core.aws_emulator import CREDENTIALS, AwsEmulator
 from services.core.jvm.kafka import KafkaCluster
-from tests.support import cpu_budget, fault_table, second_try
+from tests.support import cpu_budget, fault_table, second_try, turns
 from tests.support.kafka import wait_until_all_are_known
 from tests.support.kinesis_limits import KinesisLimits
 from tests.support.workers import SharedWorkers, sort_for_workers
@@ -34,6 +34,7 @@ settings.load_profile("no clock")
 
 # Most tests end before the full compiler pays, also those that start the service as a process.
 os.environ.setdefault("PENSTOCK_TRANSFORM_JAVA_COMPILER", "quick")
+turns.begin()
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -62,6 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("kafka")
         if {"kinesis_emulator", "kinesis_limits"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("kinesis")
+    turns.leave_out(config, items)
     sort_for_workers(config, items)
 
 
@@ -74,6 +76,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What a person should see beside passed and failed."""
     fault_table.pytest_terminal_summary(terminalreporter)
     cpu_budget.pytest_terminal_summary(terminalreporter)
+    turns.pytest_terminal_summary(terminalreporter)
     second_try.pytest_terminal_summary(terminalreporter)
 
 

@@ -1,6 +1,6 @@
 """Makes a release on this machine, and publishes nothing: make release VERSION=0.2.0, or infra/dev/release.py 0.2.0
 
-1. Checks that the tree is clean, that `make test` has passed for exactly these files, and that git can sign.
+1. Checks that the tree is clean, that `make test TURNS=all` has passed for exactly these files, and that git can sign.
 2. Moves the lines of [Unreleased] in CHANGELOG.md to the version with today's date, and sets the version, also as the tag of the
    image in manifests and commands.
 3. Builds into dist/: the wheel, the bill of materials, the image where a container engine runs, and SHA256SUMS.
@@ -28,7 +28,7 @@ VERSION_FILE = ROOT / "services" / "core" / "version.py"
 CHANGELOG = ROOT / "CHANGELOG.md"
 RELEASES = ROOT / "tests" / "releases"
 TESTED = ROOT / ".venv" / ".tested"
-"""The git tree for which `make test` passed last."""
+"""The git tree for which `make test TURNS=all` passed last."""
 ENGINES = ("docker", "podman")
 _NUMBER = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
 _UNRELEASED = "## [Unreleased]\n"
@@ -78,7 +78,10 @@ def check(version: str, *, signed: bool, tested: bool) -> None:
     if not unreleased().strip():
         raise Refused("CHANGELOG.md has nothing under [Unreleased]", "a line for who upgrades")
     if tested and not is_tested():
-        raise Refused("make test has not passed for exactly these files on this machine", "make test; or --untested")
+        raise Refused(
+            "make test TURNS=all has not passed for exactly these files on this machine",
+            "make test TURNS=all; or --untested",
+        )
     if signed and not signing_key():
         raise Refused(
             "git has no signing key (user.signingkey), so the tag cannot be signed",
@@ -183,7 +186,11 @@ def following(version: str) -> str:
 
 def tag(version: str, files: Sequence[Path], *, signed: bool, tested: bool) -> None:
     """Annotated, on the last commit. The message has the sums, so the signature holds for the files, too."""
-    state = "make test passed for the commit before." if tested else "make test was not run for it on this machine."
+    state = (
+        "make test TURNS=all passed for the commit before."
+        if tested
+        else "make test TURNS=all was not run for it on this machine."
+    )
     message = f"Penstock {version}\n\n{state}\n\n{files[-1].read_text(encoding='utf-8')}"
     run("git", "tag", "--sign" if signed else "--annotate", f"v{version}", "--message", message)
 
@@ -223,7 +230,8 @@ def release(version: str, *, signed: bool) -> None:
 def report(version: str, files: Sequence[Path], *, signed: bool, tested: bool) -> Iterator[str]:
     """For the person who releases."""
     yield f"Penstock {version}: tag v{version}, {'signed' if signed else 'NOT SIGNED'}"
-    yield f"  tests: {'make test passed for the commit before' if tested else 'NOT RUN for this commit on this machine'}"
+    passed = "make test TURNS=all passed for the commit before"
+    yield f"  tests: {passed if tested else 'NOT RUN for this commit on this machine'}"
     if signed:
         yield f"  verify it: git tag --verify v{version}   (docs/upgrading.md says how others do)"
     for one in files:
@@ -243,7 +251,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="check everything and say what would be done")
     parser.add_argument("--unsigned", action="store_true", help="an annotated tag without a signature")
     parser.add_argument(
-        "--untested", action="store_true", help="although make test has not passed for these files here"
+        "--untested", action="store_true", help="although make test TURNS=all has not passed for these files here"
     )
     given = parser.parse_args(arguments)
     try:

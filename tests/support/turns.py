@@ -1,0 +1,81 @@
+"""Long tests that take turns: of each group `make test` runs one on a day, and `make test TURNS=all` runs all.
+
+Each of them takes a minute of CPU or more. The tests of a group show the same promise in several ways: on several brokers, by
+several faults. Without turns the suite would take far longer than the 35 minutes that it may take on two cores. A test that is
+named on a command line without `-n` runs on any day. `make release` wants all of them.
+"""
+
+import os
+import time
+
+import pytest
+
+VARIABLE = "PENSTOCK_TEST_TURNS"
+"""`all`, or the number of the day: workers that begin before midnight and after it must run the same tests."""
+_SERVICE, _KAFKA = "tests/spark/test_service.py::", "tests/spark/test_kafka.py::"
+_DEMO, _PROCESSES = "tests/integration/test_demo.py::", "tests/faults/test_processes.py::"
+GROUPS: tuple[tuple[str, ...], ...] = (
+    (
+        "tests/spark/test_cluster.py::test_workers_master_and_driver_come_and_go",
+        "tests/spark/test_kinesis_cluster.py::test_executors_and_drivers_die",
+        "tests/spark/test_executor_group.py::test_executors_are_a_group",
+    ),
+    (f"{_SERVICE}test_an_event_that_takes_all_memory", f"{_KAFKA}test_real_time_event_that_takes_all_memory"),
+    (
+        f"{_SERVICE}test_killed_in_the_middle",
+        f"{_KAFKA}test_killed_in_the_middle",
+        f"{_DEMO}test_kill_9_in_the_middle_loses_nothing",
+    ),
+    (f"{_DEMO}test_demo_delivers_every_event[kafka]", f"{_DEMO}test_demo_delivers_every_event[kinesis]"),
+    (
+        "tests/spark/test_fence.py::test_two_drivers_frozen_in_turns",
+        "tests/spark/test_fence.py::test_a_pipe_goes_on_in_an_object_store",
+    ),
+    (
+        f"{_PROCESSES}test_kill_9_at_random_moments[kafka]",
+        f"{_PROCESSES}test_sigterm_under_load[kafka]",
+        f"{_PROCESSES}test_freeze_for_longer_than_the_lease[kafka]",
+        f"{_PROCESSES}test_workers_come_and_go[kafka]",
+    ),
+    (
+        "tests/integration/test_autoscaler.py::test_shards_follow_a_load_that_rises_fourfold",
+        "tests/integration/test_kinesis_load.py::test_four_times_the_load_is_taken_after_splits_and_merges",
+    ),
+    (
+        "tests/kafka/test_backend_sending.py::test_everything_goes_on_after_a_total_outage",
+        "tests/contract/test_failures.py::test_everything_survives_a_restart[kafka]",
+        "tests/contract/test_groups.py::test_commit_survives_a_restart[kafka]",
+    ),
+)
+
+
+def begin() -> None:
+    """Once, in the process that starts the workers: they inherit the day."""
+    os.environ.setdefault(VARIABLE, str(int(time.time() // 86400)))
+
+
+def waiting() -> list[str]:
+    """The tests that have their turn on another day."""
+    day = os.environ.get(VARIABLE, "all")
+    if day == "all":
+        return []
+    return [test for group in GROUPS for number, test in enumerate(group) if number != int(day) % len(group)]
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a worker of `pytest -n`."""
+    if not hasattr(config, "workerinput"):
+        return
+    others = set(waiting())
+    if left := [item for item in items if item.nodeid in others]:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item.nodeid not in others]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which were left out, of a run by workers."""
+    others = waiting()
+    if others and terminalreporter.config.getoption("numprocesses", None):
+        terminalreporter.section("long tests that have their turn on another day; make test TURNS=all runs them")
+        for test in others:
+            terminalreporter.write_line(test)
