@@ -19,7 +19,7 @@ from tests.support.kinesis_limits import KinesisLimits
 from tests.support.workers import SharedWorkers, sort_for_workers
 
 START_S = 600.0
-_UNIT_TIMEOUT_S = 900.0
+_UNIT_TIMEOUT_S = 600.0
 """A unit test that hangs ends after this, not after the time-out for tests on real clusters."""
 _CLUSTER = pytest.StashKey[KafkaCluster]()
 

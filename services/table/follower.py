@@ -239,6 +239,8 @@ class Follower:
                 start = self.nexts[partition] = one.start
                 self.fresh[partition] = asked
             if not one.start <= start <= one.end:
+                self._checked_at = float("-inf")
+                await self._check_incarnation()  # the usual cause, which has a name of its own
                 detail = f"{self.stream}[{partition}] holds {one.start} to {one.end}, and the table is at {start}"
                 raise Rebuild("position_out_of_range", detail)
             while self.nexts[partition] < one.end and not stopping.is_set():

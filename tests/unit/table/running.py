@@ -54,7 +54,7 @@ class Table:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait for it."""
-        async with asyncio.timeout(600):
+        async with asyncio.timeout(300):
             while not condition():
                 await asyncio.sleep(0.01)
 
