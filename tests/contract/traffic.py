@@ -134,7 +134,15 @@ async def until_async(condition: Callable[[], Awaitable[bool]], what: str, deadl
 
 async def own(consumer: Consumer, partitions: int) -> None:
     """Poll nothing away: wait until the member owns this many partitions."""
-    await until(lambda: len(consumer.assignment()) == partitions, f"owning {partitions} partitions")
+
+    async def owns() -> bool:
+        if len(consumer.assignment()) != partitions:
+            await (
+                consumer.lag()
+            )  # as a poll does, it finds positions that were not found in time when the member joined
+        return len(consumer.assignment()) == partitions
+
+    await until_async(owns, f"owning {partitions} partitions")
 
 
 @dataclass

@@ -122,8 +122,12 @@ class SparkCluster:
                 process.kill()
 
     def wait_for_workers(self, count: int) -> None:
-        """Until so many registered with this master."""
-        self._wait(lambda: self.log("master").count("Registering worker") >= count, f"{count} workers")
+        """Until so many registered with this master. A busy worker registers twice."""
+
+        def registered() -> int:
+            return len(set(re.findall(r"Registering worker (\S+)", self.log("master"))))
+
+        self._wait(lambda: registered() >= count, f"{count} workers")
 
     def executors(self) -> list[psutil.Process]:
         """Of all applications."""
