@@ -175,9 +175,7 @@ class Homes(Places):
             try:
                 await self.refresh()
                 is_failing = False
-            except (
-                Exception
-            ) as error:  # also one that nobody expects: a task that ends in silence would stop all streams for good
+            except Exception as error:  # if this task ended in silence, all streams would stand still
                 if not is_failing:
                     expected = isinstance(error, BrokerError)
                     log.warning(

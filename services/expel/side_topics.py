@@ -325,7 +325,7 @@ def _last_failure(delivery: Delivery, state: RetryState) -> str:
         known = state.detail.partition(_LAST_FAILURE)[2]
     else:
         known = f"{state.reason}: {state.detail}" if state.reason else ""
-    if delivery.failures and not known.startswith(newest := delivery.failures[-1].reason):
+    if delivery.failures and known.partition(":")[0] != (newest := delivery.failures[-1].reason):
         return newest
     return known
 
