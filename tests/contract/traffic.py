@@ -137,9 +137,7 @@ async def own(consumer: Consumer, partitions: int) -> None:
 
     async def owns() -> bool:
         if len(consumer.assignment()) != partitions:
-            await (
-                consumer.lag()
-            )  # as a poll does, it finds positions that were not found in time when the member joined
+            await consumer.lag()  # as a poll does, it finds positions that were not found in time
         return len(consumer.assignment()) == partitions
 
     await until_async(owns, f"owning {partitions} partitions")
