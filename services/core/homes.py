@@ -169,7 +169,7 @@ class Homes(Places):
         event.set()
 
     async def follow(self) -> None:
-        """Until it is cancelled. While it fails, nobody writes or reads: where streams live is known for `LEASE_S` only."""
+        """Refresh until it is cancelled. After `LEASE_S` without a refresh nobody writes or reads: a stream may have moved."""
         is_failing = False
         while True:
             try:

@@ -231,8 +231,8 @@ class _Search:
                 )
             if await self._is_running(old):
                 text += (
-                    f". {old} runs. `penstock apply` copies its position at once, and what it delivers after that is delivered "
-                    "again. Try: stop the fleet first, or only penstock up"
+                    f". {old} runs. `penstock apply` copies its position at once. Events that {old} delivers after that are "
+                    "delivered again. Try: stop the fleet before penstock apply, or run penstock up without it"
                 )
             return Change("renamed", lane, text, unread, old)
         unread = {topic: count for topic, count in (await self._count_unread(lane, topics)).items() if count}

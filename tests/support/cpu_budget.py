@@ -9,7 +9,7 @@ import pytest
 
 PROPERTY = "cases of a random search"
 _FEWEST = 10
-"""A search that does less than one case in so many of those wanted fails: it has become too slow to find anything."""
+"""A search fails when it does fewer than one in `_FEWEST` of its cases: it has become too slow to find anything."""
 
 
 class CpuBudget:

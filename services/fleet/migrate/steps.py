@@ -299,7 +299,8 @@ class Migration:
                 raise CommandFailed(
                     f"members of {', '.join(still)} still read {self._stream} on {home.readers} after {LEAVE_S:.0f} s. "
                     "Until they have left, nothing of it is delivered",
-                    "a restart of each expel that runs another version, or a pipe file without brokers; then the same command",
+                    "a restart of each expel that runs another version, or with a pipe file that lacks brokers; then the "
+                    "same command",
                 )
             await asyncio.sleep(_AGAIN_S)
         self._before("groups")

@@ -121,7 +121,9 @@ def describe(result: Result, stream: str, *, in_file: str) -> list[str]:
             "--undo"
         )
     if home.readers != in_file:
-        lines.append(f"the pipe file says {in_file}, which no longer counts. Try: on: {home.readers} at {stream} in it")
+        lines.append(
+            f"the pipe file says {in_file}, which no longer counts. Try: {stream}: {{on: {home.readers}}} in its streams"
+        )
     return lines
 
 

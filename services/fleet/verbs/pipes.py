@@ -313,7 +313,7 @@ def apply(
 ) -> None:
     """Create the topics of a pipe file, and let renamed destinations continue at their positions. Safe to run again.
 
-    Topics with more partitions stay as they are. If a destination has a new name, run it while the fleet is stopped.
+    Topics with more partitions stay as they are. If the file renames a destination, stop the fleet first.
 
     Status 2 when events wait for a destination that is neither in the file nor in its `removed`, or a pipe that is gone leaves
     dead letters.
