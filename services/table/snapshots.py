@@ -56,9 +56,8 @@ class Snapshots:
             connection = request.connection
             more = b"Content-Length: %d\r\n%b: %b\r\n" % (size, HASH.encode(), digest.encode())
             await connection.write(connection.start_stream(MEDIA, more))
-            with await asyncio.to_thread(path.open, "rb") as file:
-                while chunk := await asyncio.to_thread(file.read, CHUNK):
-                    await connection.write(chunk)
+            for at in range(0, size, CHUNK):
+                await connection.write(await asyncio.to_thread(_read, path, at))
         finally:
             await asyncio.to_thread(path.unlink, missing_ok=True)
             self._is_busy = False
@@ -70,6 +69,13 @@ def _make_copy(store: Store, path: Path) -> tuple[int, str]:
     store.copy_to(path)
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read(path: Path, at: int) -> bytes:
+    """A chunk. The file is open for this call only: a cancelled `to_thread` would leave an open one behind."""
+    with path.open("rb") as file:
+        file.seek(at)
+        return file.read(CHUNK)
 
 
 class NoSnapshot(Exception):

@@ -19,6 +19,7 @@ from tests.unit.table.running import AGE_MS, STREAM, make_get, running
 async def test_points(tmp_path: Path) -> None:
     """Broken: a client reads another value than the newest, or one that was deleted."""
     async with running(tmp_path) as table:
+        await table.caught_up()
         await table.put("a", b'{"n": 1}')
         newest = await table.put("a", b'{"n":  2}')
         odd = await table.put("a/b ä", b"plain \xff", (("content-type", b"text/plain"),))
