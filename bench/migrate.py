@@ -1,6 +1,7 @@
 """How long a migration of a live stream takes, beside its floor: the same records, read and appended without anything else.
 
-python -m bench.migrate [--events N] [--rate N]: from log to log, while events arrive. Both figures are of one run.
+python -m bench.migrate [--events N] [--rate N] [--to kafka]: from the log to another log or to Kafka, while events arrive. Both
+figures are of one run.
 """
 
 import argparse
@@ -10,17 +11,19 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 from bench.setup import tell
 from services.core import event
+from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker, TopicSpec
-from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.broker.several.broker import SeveralBrokers
 from services.core.event import Origin
 from services.core.fleet_broker import open_with_homes
 from services.core.homes import Homes
+from services.core.jvm.kafka import KafkaCluster
 from services.core.pipes import PipeFile
 from services.core.provision import ensure_topics
 from services.fleet.migrate.steps import Migration
@@ -67,9 +70,9 @@ async def _process(folder: str, pipes: PipeFile) -> AsyncIterator[SeveralBrokers
         yield broker
 
 
-async def _floor(folder: str, source: Broker) -> float:
+async def _floor(url: str, source: Broker) -> float:
     """Seconds to read all partitions and to append them elsewhere, in pages of the same size."""
-    async with LogBroker.open(f"{folder}/floor") as target:
+    async with open_broker(url) as target:
         await target.admin.create_topic(TopicSpec("s", PARTITIONS))
         began = time.monotonic()
         await asyncio.gather(*(_pump(source, target, partition) for partition in range(PARTITIONS)))
@@ -84,18 +87,20 @@ async def _pump(source: Broker, target: Broker, partition: int) -> None:
         offset = batch.offsets[-1] + 1
 
 
-async def measure(events: int, rate: int) -> None:
-    """Fill a stream, copy it plainly, then migrate it under load."""
+async def measure(events: int, rate: int, bootstrap: str | None) -> None:
+    """Fill a stream, copy it plainly, then migrate it under load. bootstrap: of a Kafka that it moves to."""
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        pipes = PipeFile.model_validate(
-            {"brokers": {"b": f"log://{folder}/b"}, "streams": {"s": {"partitions": PARTITIONS}}}
-        )
+
+        def url(name: str) -> str:
+            return f"log://{folder}/{name}" if bootstrap is None else f"kafka://{bootstrap}?prefix={name}."
+
+        pipes = PipeFile.model_validate({"brokers": {"b": url("b")}, "streams": {"s": {"partitions": PARTITIONS}}})
         async with _process(folder, pipes) as fleet, Producer(fleet.appender) as producer:
             await ensure_topics(fleet.admin, pipes)
             for first in range(0, events, PARTITIONS * BATCH):
                 parts = {one: _records(f"run{one}", first // PARTITIONS, BATCH) for one in range(PARTITIONS)}
                 (await producer.send_to("s", parts)).raise_first()
-            floor = await _floor(folder, fleet)
+            floor = await _floor(url("floor"), fleet)
             load = Load(producer, rate)
             async with asyncio.TaskGroup() as group:
                 group.create_task(load.run())
@@ -121,8 +126,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=1_000_000)
     parser.add_argument("--rate", type=int, default=1000, help="events per second that arrive meanwhile")
+    parser.add_argument("--to", choices=["log", "kafka"], default="log")
     args = parser.parse_args()
-    asyncio.run(measure(args.events, args.rate))
+    if args.to == "log":
+        asyncio.run(measure(args.events, args.rate, None))
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-kafka-") as folder, KafkaCluster(Path(folder)) as cluster:
+        asyncio.run(measure(args.events, args.rate, cluster.bootstrap))
 
 
 if __name__ == "__main__":

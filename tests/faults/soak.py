@@ -26,7 +26,15 @@ from services.core.broker.connect import open_broker
 from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.kafka import KafkaCluster
 from services.fleet.folder import ProcessState, read_state
-from tests.faults import registry_storm, soak_cluster, soak_doubt, soak_fidelity, soak_incidents, soak_outage
+from tests.faults import (
+    registry_storm,
+    soak_cluster,
+    soak_doubt,
+    soak_fidelity,
+    soak_incidents,
+    soak_migration,
+    soak_outage,
+)
 from tests.faults.fleet import wait_until
 from tests.faults.sender import Sender
 from tests.faults.sink import Sink, open_sink
@@ -330,6 +338,20 @@ def _registry(arguments: argparse.Namespace) -> int:
     return registry_storm.run(arguments.registrations, arguments.store, arguments.seed)
 
 
+def _whole_path(arguments: argparse.Namespace) -> int:
+    print("seed", arguments.seed, flush=True)
+    with tempfile.TemporaryDirectory(prefix="penstock-soak-", ignore_cleanup_errors=True) as folder:
+        kafka, fidelity = arguments.broker == "kafka", arguments.fidelity
+        run = soak(arguments.minutes, arguments.rate, arguments.seed, Path(folder), kafka=kafka, fidelity=fidelity)
+        status = asyncio.run(run)
+        if status:
+            kept = Path(f"{folder}-kept")
+            Path(folder).rename(kept)
+            print(f"what the services said is in {kept}")
+            Path(folder).mkdir()
+        return status
+
+
 def main() -> int:
     """Parse the arguments and run."""
     parser = argparse.ArgumentParser(prog="make soak", description="The whole path under random kills.")
@@ -346,6 +368,7 @@ def main() -> int:
     )
     parser.add_argument("--at-once", type=int, default=4, help="incidents at a time, each with a fleet of its own")
     parser.add_argument("--cluster", type=int, help="instead: so many kills on a Spark cluster")
+    parser.add_argument("--migrations", type=int, help="instead: so many histories of a stream that moves under kills")
     parser.add_argument("--registrations", type=int, help="instead: so many, at four registries that are killed")
     parser.add_argument("--store", choices=["folder", "s3"], default="folder", help="with --registrations")
     parser.add_argument("--fuzz-schemas", type=float, help="instead: so many seconds of damaged schemas and requests")
@@ -372,23 +395,15 @@ def main() -> int:
         return _registry(arguments)
     if arguments.incidents:
         return soak_incidents.run(arguments.incidents, arguments.at_once)
+    if arguments.migrations:
+        return soak_migration.run(arguments.broker, arguments.migrations, arguments.rate, arguments.seed)
     if arguments.cluster:
         return soak_cluster.run(arguments.cluster, arguments.rate, arguments.seed)
     if arguments.doubt:
         return soak_doubt.run(arguments.minutes, arguments.seed)
     if arguments.outage:
         return soak_outage.run(arguments.minutes, arguments.rate, arguments.seed, kafka=arguments.broker == "kafka")
-    print("seed", arguments.seed, flush=True)
-    with tempfile.TemporaryDirectory(prefix="penstock-soak-", ignore_cleanup_errors=True) as folder:
-        kafka, fidelity = arguments.broker == "kafka", arguments.fidelity
-        run = soak(arguments.minutes, arguments.rate, arguments.seed, Path(folder), kafka=kafka, fidelity=fidelity)
-        status = asyncio.run(run)
-        if status:
-            kept = Path(f"{folder}-kept")
-            Path(folder).rename(kept)
-            print(f"what the services said is in {kept}")
-            Path(folder).mkdir()
-        return status
+    return _whole_path(arguments)
 
 
 if __name__ == "__main__":

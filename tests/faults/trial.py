@@ -6,10 +6,11 @@ The stream has four partitions, keys and ids from the payload; the pipe has no t
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import orjson
 
@@ -65,6 +66,7 @@ class Trial:
     gap: float | None = None
     evidence: dict[str, float] = field(default_factory=dict)
     destinations: list[dict[str, object]] = field(default_factory=list)
+    brokers: dict[str, str] = field(default_factory=dict)
 
     @property
     def group(self) -> str:
@@ -76,7 +78,7 @@ class Trial:
         retry = {"attempts": 20, "base": "50ms", "max_wait": "500ms"}
         hook: dict[str, object] = {"url": self.sink.url, "retry": retry, "schedule": [], "batch": {"max_wait": "20ms"}}
         hook |= {**self.webhook, **more}
-        pipes = {
+        pipes: dict[str, object] = {
             "streams": {self.stream: {"partitions": PARTITIONS, "id": "id", "key": "key", "time": "time"}},
             "pipes": {
                 self.pipe: {
@@ -85,6 +87,8 @@ class Trial:
                 }
             },
         }
+        if self.brokers:
+            pipes["brokers"] = self.brokers
         path = self.folder / f"{name}.yaml"
         path.write_bytes(orjson.dumps(pipes))
         return path
@@ -270,9 +274,11 @@ async def open_trial(
     rate: float = 300,
     batch: int = 20,
     workers: int = 4,
+    brokers: Mapping[str, str] = MappingProxyType({}),
     **webhook: object,
 ) -> AsyncIterator[Trial]:
-    """Topics exist, sender and sink are ready, no service runs yet. `webhook`: more options of the destination."""
+    """Topics exist, sender and sink are ready, no service runs yet. brokers: others, by name. `webhook`: more options of the
+    destination."""
     seed = random.randrange(1 << 30) if seed is None else seed
     stream, listen = unique_name("events"), f"127.0.0.1:{free_port()}"
     ledger = Ledger(unique_name("run"))
@@ -287,6 +293,7 @@ async def open_trial(
         trial = Trial(
             *(fault, url, folder, seed, ledger, sink, fleet, broker, sender, stream, unique_name("pipe")),
             webhook=webhook,
+            brokers=dict(brokers),
             listen=listen,
             chance=random.Random(seed),
             connection=connection,

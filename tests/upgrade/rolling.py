@@ -35,7 +35,7 @@ ORDER = ("observer", "retrier-1", "expel-1", "expel-2", "transform", "ingest-1",
 """Readers before writers, as docs/upgrading.md says. The way back is the reverse."""
 DOOMED_EVERY, DOOMED_TRIES = 500, 2
 """Every so manieth event is refused so often before it is taken: it waits with the global retrier."""
-WEBHOOK: dict[str, object] = {
+WEBHOOK: dict[str, Any] = {
     "retry": {"attempts": 1, "base": "50ms", "max_wait": "500ms"},
     "schedule": ["1s", "1s", "2s", "2s", "2s"],
 }

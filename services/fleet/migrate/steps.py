@@ -4,11 +4,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from services.core import homes as timing
 from services.core.broker.contract import Broker, TopicSpec
-from services.core.broker.errors import BrokerError, GroupHasMembers, TopicExists, UnknownTopic
+from services.core.broker.errors import BrokerError, TopicExists, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.several.broker import SeveralBrokers
 from services.core.broker.several.brokers import DEFAULT
@@ -75,9 +76,9 @@ def check_movable(pipes: PipeFile, stream: str, to: str | None, url: str) -> Non
         raise unknown_name(f"the pipe file has no broker {to}", to, names)
     urls = {DEFAULT: url, **pipes.brokers}
     for name in (pipes.streams[stream].home, to):
-        if not urls[name].startswith("log:"):
+        if urls[name].startswith("kinesis:"):
             raise CommandFailed(
-                f"broker {name} is no embedded log: streams are moved between embedded logs only",
+                f"broker {name} is Kinesis: its offsets do not count records, so a copy cannot have the same",
                 "a pipe that copies the stream into one on the other broker",
                 status=2,
             )
@@ -306,16 +307,9 @@ class Migration:
         self._before("groups")
         moved = await self._positions()
         for group, positions in moved.items():
-            while True:
-                try:
-                    await target.admin.set_committed(
-                        group, self._stream, {one: at - 1 for one, at in positions.items()}
-                    )
-                    break
-                except GroupHasMembers:  # those that read other streams there
-                    if time.monotonic() > deadline:
-                        raise
-                    await asyncio.sleep(_AGAIN_S)
+            processed = {one: at - 1 for one, at in positions.items()}
+            # A coordinator may not be there yet, and the group may have members that read other streams there.
+            await self._patiently(partial(target.admin.set_committed, group, self._stream, processed))
         self._groups = len(moved)
         await self._record("moved")
 

@@ -181,7 +181,7 @@ _PIPE = {"sources": ["s"], "destinations": [{"name": "d", "webhook": {"url": "ht
     ("changes", "to", "text"),
     [
         ({}, "third", "no broker third"),
-        ({"brokers": {"second": "kafka://k:9092"}}, "second", "second is no embedded log"),
+        ({"brokers": {"second": "kinesis://eu-west-1"}}, "second", "second is Kinesis"),
         ({"brokers": {}}, "default", "names no other broker"),
         ({"streams": {"s": {"compact": True}}}, "second", "is compacted"),
         ({"streams": {"s": {"topic": "theirs"}}}, "second", "a topic of others"),

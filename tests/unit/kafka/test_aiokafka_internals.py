@@ -1,10 +1,13 @@
 """aiokafka's private parts that we use, as they were when they were read last."""
 
 import asyncio
+import gc
 import hashlib
 import inspect
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -17,15 +20,16 @@ from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.consumer.fetcher import Fetcher, FetchResult
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.protocol.admin import ApiVersionRequest
+from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
-from services.core.broker.kafka.aiokafka_client import _create_connection, _write_request
+from services.core.broker.kafka.aiokafka_client import _bootstrap, _create_connection, _write_request
 
 _READ = {
     AIOKafkaConsumer.start: "2f1ba7044332",
     AIOKafkaClient._metadata_update: "06dc51ed3e0d",
     AIOKafkaClient.send: "246b277687d7",
-    AIOKafkaClient.bootstrap: "198943b004e5",
+    _bootstrap: "198943b004e5",
     AIOKafkaClient._get_conn: "68ce5d839171",
     _create_connection: "673276cbddb4",
     AIOKafkaConnection._do_sasl_handshake: "d4f7b5acbbec",
@@ -97,3 +101,42 @@ async def test_a_request_on_a_closed_connection_is_an_error_of_kafka() -> None:
             await asyncio.wait([connecting])
         assert isinstance(connecting.exception(), kafka.KafkaConnectionError)
         assert closed == [CloseReason.CONNECTION_BROKEN], "the client does not look for new leaders"
+
+
+async def _answer_versions_only(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ended: asyncio.Event
+) -> None:
+    """As a slow broker: it says which versions it knows of the request for metadata, and answers no other request."""
+    size = int.from_bytes(await reader.readexactly(4))
+    request = await reader.readexactly(size)
+    answer = request[4:8] + struct.pack(">hihhh", 0, 1, MetadataRequest(None).API_KEY, 0, 5)
+    writer.write(len(answer).to_bytes(4) + answer)
+    while await reader.read(1000):
+        pass
+    ended.set()
+    writer.close()
+
+
+async def test_a_client_that_is_cancelled_while_it_begins_leaves_no_connection() -> None:
+    """If it fails, a service whose members come and go holds more and more connections to Kafka."""
+    ended = asyncio.Event()
+    server = await asyncio.start_server(partial(_answer_versions_only, ended=ended), "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    client = AIOKafkaClient(bootstrap_servers=f"{host}:{port}")
+    beginning = asyncio.create_task(client.bootstrap())
+    connections: list[Any] = []
+    try:
+        async with asyncio.timeout(60):
+            while not any(one._versions and one._requests for one in connections):
+                connections = [
+                    one for one in gc.get_objects() if isinstance(one, AIOKafkaConnection) and one.port == port
+                ]
+                await asyncio.sleep(0.01)
+            beginning.cancel()
+            await asyncio.wait([beginning])
+            assert not connections[0].connected()
+            await ended.wait()
+    finally:
+        for connection in connections:
+            connection.close()
+        server.close()

@@ -6,6 +6,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import aiokafka.client
@@ -52,6 +53,13 @@ _create_connection = aiokafka.client.create_conn
 async def _connect_with_access(host: str, port: int, *, ssl_context: Any = None, **settings: Any) -> Any:
     """aiokafka passes on to its connections the login of the time when the client was made. Here the `Access` that takes the
     place of the TLS context opens each connection with the login as it is now."""
+    connection = await _open(host, port, ssl_context, settings)
+    if "on_close" not in settings:  # all others belong to the client, which closes them
+        _first_connection.set(connection)
+    return connection
+
+
+async def _open(host: str, port: int, ssl_context: Any, settings: dict[str, Any]) -> Any:
     if not isinstance(ssl_context, Access):
         return await _create_connection(host, port, ssl_context=ssl_context, **settings)
 
@@ -62,6 +70,27 @@ async def _connect_with_access(host: str, port: int, *, ssl_context: Any = None,
 
 
 aiokafka.client.create_conn = _connect_with_access
+
+_first_connection: ContextVar[Any] = ContextVar("first_connection", default=None)
+"""The connection on which a client that begins asks for the brokers."""
+_bootstrap = AIOKafkaClient.bootstrap
+
+
+async def _bootstrap_and_close(self: AIOKafkaClient) -> None:
+    """As aiokafka's `AIOKafkaClient.bootstrap`, which leaves its first connection open when it is cancelled between the request
+    and the answer."""
+    _first_connection.set(None)
+    try:
+        await _bootstrap(self)
+    except asyncio.CancelledError:
+        if (connection := _first_connection.get()) is not None:
+            connection.close()
+        raise
+    finally:
+        _first_connection.set(None)
+
+
+AIOKafkaClient.bootstrap = _bootstrap_and_close
 
 _log_in_by_token = OAuthAuthenticator.step
 
