@@ -72,18 +72,18 @@ async def _process(folder: str, pipes: PipeFile) -> AsyncIterator[SeveralBrokers
 
 async def _floor(url: str, source: Broker) -> float:
     """Seconds to read all partitions and to append them elsewhere, in pages of the same size."""
-    async with open_broker(url) as target:
+    async with open_broker(url) as target, Producer(target.appender) as producer:
         await target.admin.create_topic(TopicSpec("s", PARTITIONS))
         began = time.monotonic()
-        await asyncio.gather(*(_pump(source, target, partition) for partition in range(PARTITIONS)))
+        await asyncio.gather(*(_pump(source, producer, partition) for partition in range(PARTITIONS)))
         return time.monotonic() - began
 
 
-async def _pump(source: Broker, target: Broker, partition: int) -> None:
+async def _pump(source: Broker, producer: Producer, partition: int) -> None:
     offset = 0
     read = partial(source.reader.read, "s", partition, max_records=BATCH)
     while (batch := await read(offset)) is not None:
-        await target.appender.append("s", partition, batch.records, timeout=30)
+        (await producer.send_to("s", {partition: batch.records})).raise_first()
         offset = batch.offsets[-1] + 1
 
 

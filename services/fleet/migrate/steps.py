@@ -246,12 +246,13 @@ class Migration:
             self._show("holds the writers", copy.events, copy.events)
             self._before("drain")
             await copy.advance()
-            if await copy.ends() != await copy.copied():
+            ends = await copy.ends()
+            if ends != await copy.copied():
                 return  # a late append: the next turn finds it, or that the writers went on
             await copy.compare()
             if copy.origins.counts()[1]:
                 raise CopyDiffers(f"{self._stream}: the copy lacks events", f"penstock migrate {self._stream} --undo")
-            await self._record("written", ends=await copy.copied())
+            await self._record("written", ends=ends)
         except BrokerError as error:
             if not error.retriable:
                 raise
