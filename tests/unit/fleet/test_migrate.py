@@ -181,7 +181,6 @@ _PIPE = {"sources": ["s"], "destinations": [{"name": "d", "webhook": {"url": "ht
     ("changes", "to", "text"),
     [
         ({}, "third", "no broker third"),
-        ({"brokers": {"second": "kinesis://eu-west-1"}}, "second", "second is Kinesis"),
         ({"brokers": {}}, "default", "names no other broker"),
         ({"streams": {"s": {"compact": True}}}, "second", "is compacted"),
         ({"streams": {"s": {"topic": "theirs"}}}, "second", "a topic of others"),
@@ -194,3 +193,11 @@ def test_what_cannot_move_is_named(changes: dict[str, Any], to: str, text: str) 
     check_movable(PipeFile.model_validate(good), "s", "second", "log:///own")
     with pytest.raises(CommandFailed, match=text):
         check_movable(PipeFile.model_validate(good | changes), "s", to, "log:///own")
+
+
+@pytest.mark.parametrize(("on", "to"), [("default", "second"), ("second", "default")])
+def test_kinesis_is_no_end_of_a_move(on: str, to: str) -> None:
+    """Only the fleet's own broker can be Kinesis."""
+    file = {"brokers": {"second": "log:///x"}, "streams": {"s": {"on": on}}, "pipes": {"p": _PIPE}}
+    with pytest.raises(CommandFailed, match="default is Kinesis"):
+        check_movable(PipeFile.model_validate(file), "s", to, "kinesis://eu-west-1")
