@@ -72,7 +72,7 @@ class Home(msgspec.Struct, frozen=True):
     """Of one stream. readers, writers: names of brokers. state: of the migration, None without one. to: where it goes.
 
     former: the broker that has its former topic, until the migration is finished. epoch: the offset of the last record that
-    counts.
+    counts. undone: the broker that may still have the copy of a migration that was given up.
     """
 
     readers: str
@@ -84,6 +84,7 @@ class Home(msgspec.Struct, frozen=True):
     bases: Mapping[str, Mapping[int, int]] = {}
     ends: Mapping[int, int] = {}
     """Where the former topic ended when the stream was handed over."""
+    undone: str = ""
 
     def after(self, offset: int, move: Move) -> "Home | None":
         """The home when this record counts; None when it is void."""
@@ -96,7 +97,7 @@ class Home(msgspec.Struct, frozen=True):
                 return msgspec.structs.replace(new, state="copying", to=move.to, bases={move.to: move.bases})
             case (None, "copying") if move.to != self.readers and self.former in ("", move.to):
                 bases = dict(self.bases) | {move.to: move.bases}
-                return msgspec.structs.replace(new, state="copying", to=move.to, bases=bases)
+                return msgspec.structs.replace(new, state="copying", to=move.to, bases=bases, undone="")
             case ("copying", "held"):
                 return msgspec.structs.replace(new, state="held")
             case ("held", "released"):
@@ -106,7 +107,7 @@ class Home(msgspec.Struct, frozen=True):
             case ("written", "moved"):
                 return msgspec.structs.replace(new, state=None, readers=self.to, to="", former=self.readers)
             case ("copying", "undone"):
-                return msgspec.structs.replace(new, state=None, to="")
+                return msgspec.structs.replace(new, state=None, to="", undone=self.to)
             case (None, "finished") if self.former:
                 return msgspec.structs.replace(new, former="")
         return None

@@ -25,7 +25,7 @@ def _parse(text: object, units: dict[str, float] | dict[str, int], what: str, ex
 
 def parse_duration(text: object) -> float:
     """Seconds, > 0. Raises ValueError for anything without a unit, negative or zero."""
-    return _parse(text, _SECONDS, "a duration", "10s")
+    return _parse(text, _SECONDS, "a duration", "10s or 7d")
 
 
 def parse_size(text: object) -> int:

@@ -17,8 +17,8 @@ _FAR_MS = 10_000
 """A table that is further behind answers with 503, unless its setting `behind` says otherwise."""
 _CLOCKS = "event age: from the event's own time; E2E lag: from its arrival at ingest"
 _BEHIND = (
-    "behind: events from the first one on that is not settled (also settled ones that came after it), and its age by its own\n"
-    "time; of a destination behind a transform, results of the transform. retried: events that were sent again, once for each\n"
+    "behind: the number of events from the first unsettled one on, and the age of that one. For a destination behind a\n"
+    "transform: the results of the transform. retried: events that were sent again, once for each\n"
     "attempt. waiting: events in PIPE.retry, with the global retrier, or parked; see penstock loss show PIPE"
 )
 _DUE = (

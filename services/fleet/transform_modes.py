@@ -34,7 +34,7 @@ class ExpectedMode(NamedTuple):
             return f"runs in micro-batches: {_REASONS[self.why]}"
         if self.why == "asked":
             return "runs in real-time mode, or does not start: mode is set"
-        return "runs in micro-batches, but on Kafka in real-time mode if it treats each event by itself"
+        return "may run in real-time mode on Kafka: Spark decides when it starts"
 
 
 def expected_modes(pipes: PipeFile, broker: str | None, master: str) -> dict[str, ExpectedMode]:

@@ -114,6 +114,24 @@ async def test_a_partition_added_to_a_group_that_was_moved_is_read_from_its_begi
             assert numbers_of(await read(consumer, 5)) == [10, 11, 12, 13, 14]
 
 
+async def test_a_group_that_was_placed_before_its_first_member_has_begun(kafka_cluster: KafkaCluster) -> None:
+    """If it fails, a destination whose stream was moved to Kafka skips the first events of partitions that are added before it is
+    back, and all that waits for it when it is away for a week."""
+    async with KafkaBroker.open(kafka_cluster.bootstrap, timing=_TIMING) as broker:
+        topic, group = unique_name("topic"), unique_name("g")
+        await broker.admin.create_topic(TopicSpec(topic, partitions=1))
+        await append(broker, topic, numbered(range(5)))
+        await broker.admin.set_committed(group, topic, {0: 4})
+        await broker.admin.add_partitions(topic, 2)
+        await append(broker, topic, numbered(range(5, 8)), partition=1)
+        async with broker.consumer(group, [topic], start="latest", on_revoke=ignore_revoke) as consumer:
+            assert numbers_of(await read(consumer, 3)) == [5, 6, 7]
+        await delete_group(kafka_cluster.bootstrap, group)
+        async with broker.consumer(group, [topic], start="latest", on_revoke=ignore_revoke) as consumer:
+            with pytest.raises(PositionLost):
+                await read(consumer, 1)
+
+
 async def test_a_commit_for_an_earlier_topic_of_the_name_says_nothing(kafka_cluster: KafkaCluster) -> None:
     """If it fails, a commit that arrives behind the deletion of its topic skips the new topic's first events."""
     async with KafkaBroker.open(kafka_cluster.bootstrap, timing=_TIMING) as broker:

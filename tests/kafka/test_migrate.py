@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from services.core.jvm.kafka import KafkaCluster
-from tests.support.kafka import unique_name
-from tests.support.migrations import KEYS, World, run_history, shorten_times
+from services.fleet.migrate.steps import Migration
+from services.fleet.problem import CommandFailed
+from tests.support.kafka import delete_group, unique_name
+from tests.support.migrations import GROUP, KEYS, STREAM, World, run_history, shorten_times
 
 pytestmark = pytest.mark.kafka
 
@@ -29,3 +31,21 @@ async def test_a_stream_moves_there_and_back(
     world = World(url(own, "own"), url(second, "second"))
     await world.set_up()
     assert await run_history(world, seed, kills=3) <= 2 * KEYS * 8
+
+
+async def test_a_group_whose_position_kafka_has_dropped_is_no_new_group(
+    kafka_cluster: KafkaCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it fails, a destination that was away for a week skips what waits for it, or gets everything again."""
+    shorten_times(monkeypatch)
+    prefix = unique_name("own")
+    world = World(f"kafka://{kafka_cluster.bootstrap}?prefix={prefix}.", f"log://{tmp_path / 'second'}")
+    await world.set_up()
+    async with world.process() as (broker, places):
+        await broker.admin.set_committed(GROUP, STREAM, {0: -1, 1: -1})
+        await delete_group(kafka_cluster.bootstrap, f"{prefix}.{GROUP}")
+        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        with pytest.raises(CommandFailed, match=f"no longer has the position of group {GROUP}"):
+            await migration.run("second")
+        assert places.home(STREAM).state == "copying"
+        await migration.undo()

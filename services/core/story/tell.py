@@ -30,7 +30,9 @@ _SHOWN_OUTPUTS = 20
 _SHOWN_ORIGIN = 100  # bytes; other programs may write any
 _ORDER = [RETRY_IN, *(delay_topic(seconds) for seconds in reversed(DELAYS_S))]
 """The direction in which the retrier moves events."""
-_SILENT = "the {} has reported nothing since; it is starting, does not run, or the ledger is off"
+_SILENT = (
+    "the {} has sent no report after that. It is starting, or does not run, or the ledger is off. Try: penstock status"
+)
 _WHY_NOTHING = {
     "filtered": "gets nothing of it: the transform dropped it",
     "dead": "gets nothing of it: the transform could not transform it",
@@ -120,7 +122,7 @@ def _tell_transform(pipe: str, event: Event, facts: Facts) -> Passage:
         late = late if pause is None else f"; the transform is {mask_text(pause.text)}"
         return Passage(None, f"not transformed yet{late}", None, outputs, history)
     if facts.reports.complete and event.run is not None:
-        return Passage(None, f"not recorded: {_SILENT.format('transform')}", None, outputs, history)
+        return Passage(None, f"not known: {_SILENT.format('transform')}", None, outputs, history)
     return Passage(None, "not recorded: reports are kept for a day", None, outputs, history)
 
 

@@ -17,6 +17,8 @@ from services.fleet.console import make_table
 
 SHOWN_DETAIL = 80
 SHOWN_PAYLOAD = 100_000
+_EMPTY = {"fate": "open", "destination": "none: it failed in the transform"}
+"""Shown for a value that is empty."""
 
 
 def plain(text: str, limit: int | None = None) -> str:
@@ -46,7 +48,10 @@ def letter_table(letters: Iterable[DeadLetter], *, settled: bool) -> Table:
 
 def letter_page(letter: DeadLetter, *, from_source: bool) -> RenderableType:
     """Everything about one dead letter: penstock headers, other headers, payload. from_source: the payload is from its source."""
-    lines = [Text.assemble((f"{name:<15}", "bold"), plain(str(value))) for name, value in letter.as_json().items()]
+    shown = {
+        name: value if value not in ("", None) else _EMPTY.get(name, "none") for name, value in letter.as_json().items()
+    }
+    lines = [Text.assemble((f"{name:<15}", "bold"), plain(str(value))) for name, value in shown.items()]
     lines.append(Text("headers", style="bold"))
     lines += [Text(f"  {plain(name)}: {plain(_text(value))}") for name, value in letter.record.headers]
     payload = letter.record.value

@@ -156,7 +156,7 @@ def render_result(result: DemoResult) -> RenderableType:
     }
     text = "nothing lost" if result["ok"] else ", ".join(f"{count} {name}" for name, count in wrongs.items() if count)
     title = Text(
-        f"{result['broker']}, {result['seconds']} s from the first event to the last delivery: {text}",
+        f"{text}; {result['seconds']} s from the first event to the last delivery; broker: {result['broker']}",
         style="bold green" if result["ok"] else "bold red",
     )
     table = Table(box=None, show_header=False, pad_edge=False, title=title, title_justify="left")
@@ -177,7 +177,7 @@ def render_result(result: DemoResult) -> RenderableType:
         ("transit time", "transit_time_ms", "ingest, Spark, to expel"),
         ("expel time", "expel_time_ms", "expel to the 2xx"),
         ("E2E lag", "first_e2e_lag_ms", f"the first {FIRST}: Spark compiles its query"),
-        ("E2E lag", "e2e_lag_ms", "the others, each; Java is still warming up"),
+        ("E2E lag", "e2e_lag_ms", "the other events, while Java is still warming up"),
     ):
         table.add_row(f"{name} P50 P95 P99", spread(result[field]), meaning)
     return Group(table, render_loss(result["ledger"]))

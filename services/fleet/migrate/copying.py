@@ -6,19 +6,25 @@ have, and the copy is given up (CopyDiffers). It is compared record by record be
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from pyroaring import BitMap64
 
 from services.core import event
 from services.core.broker.contract import MAX_APPEND_BYTES, Broker
-from services.core.broker.errors import Unavailable
+from services.core.broker.errors import OffsetOutOfRange, OutcomeUnknown, Unavailable
 from services.core.broker.record import Record, split_by_size
 from services.fleet.problem import CommandFailed
 
 _PAGE = 1000
+_AT_ONCE = 8
+"""Partitions: each holds a page of both ends in memory."""
 _APPEND_S = 8.0
-_GIVE_UP = "penstock migrate STREAM --undo, then the same migration again"
+_DOUBTS, _AGAIN_S = 5, 0.5
+GIVE_UP = "penstock migrate STREAM --undo, then the same migration again"
+
+T = TypeVar("T")
 
 
 class CopyDiffers(CommandFailed):
@@ -55,62 +61,81 @@ class StreamCopy:
 
     async def advance(self) -> int:
         """Copy what is stored now. Gives the number of records. Raises BrokerError kinds (call it again), and CopyDiffers."""
-        ends, copied = await self.ends(), await self.copied()
+        ends, copied = await asyncio.gather(self.ends(), self.copied())
         if ends.keys() != copied.keys():
             raise CopyDiffers(
-                f"{self._stream} has {len(ends)} partitions, and its copy {len(copied)}: it grew meanwhile", _GIVE_UP
+                f"{self._stream} has {len(ends)} partitions, and its copy {len(copied)}: it grew meanwhile", GIVE_UP
             )
-        return sum(await asyncio.gather(*(self._advance(one, copied[one], ends[one]) for one in ends)))
+        return sum(await _all(self._advance(one, copied[one], ends[one]) for one in ends))
 
     async def _advance(self, partition: int, offset: int, end: int) -> int:
         count = 0
         while offset < end:
             records = await self._read(self._source, self._source_bases, partition, offset, min(_PAGE, end - offset))
             for _, chunk in split_by_size(records, MAX_APPEND_BYTES):
-                stored = await self._target.appender.append(self._stream, partition, chunk, timeout=_APPEND_S)
-                for _, error in stored.failed:
-                    raise error
-                first = stored.first + self._target_bases.get(partition, 0)
+                first = await self._append(partition, offset, chunk)
                 if first != offset:
                     raise CopyDiffers(
                         f"{self._stream}[{partition}]: the copy of offset {offset} is at {first}: somebody else writes there, or "
                         "an earlier append arrived late",
-                        _GIVE_UP,
+                        GIVE_UP,
                     )
                 offset += len(chunk)
                 count += len(chunk)
         return count
 
+    async def _append(self, partition: int, offset: int, chunk: Sequence[Record]) -> int:
+        """Gives the first offset. An append in doubt is repeated as it is, unless it is seen to be stored: Kafka's appender knows
+        it by its records, and stores it once. Raises BrokerError kinds."""
+        base = self._target_bases.get(partition, 0)
+        for left in range(_DOUBTS, -1, -1):
+            stored = await self._target.appender.append(self._stream, partition, chunk, timeout=_APPEND_S)
+            if not stored.failed:
+                return stored.first + base
+            error = stored.failed[0][1]
+            if not isinstance(error, OutcomeUnknown) or not left:
+                raise error
+            if (await self.copied())[partition] == offset + len(chunk):
+                break
+            await asyncio.sleep(_AGAIN_S)
+        return offset
+
     async def compare(self) -> None:
         """Compare what was copied since the last call with the stream. Raises CopyDiffers, and BrokerError kinds."""
-        for partition, end in (await self.copied()).items():
-            held = (await self._source.reader.describe(self._stream))[partition]
-            start = max(
-                self._compared.get(partition, self._target_bases.get(partition, 0)),
-                held.start + self._source_bases.get(partition, 0),
-            )
-            while start < end:
-                count = min(_PAGE, end - start)
-                wanted = await self._read(self._source, self._source_bases, partition, start, count)
-                found = await self._read(self._target, self._target_bases, partition, start, len(wanted))
-                for number, (one, other) in enumerate(zip(wanted, found, strict=False)):
-                    if one != other:
-                        raise CopyDiffers(
-                            f"{self._stream}[{partition}]: offset {start + number} is another event in the copy",
-                            _GIVE_UP,
-                        )
-                both = min(len(wanted), len(found))
-                self.origins.add(wanted[:both], found[:both])
-                self.events += both
-                start += both
-            self._compared[partition] = max(start, end)
+        held, copied = await asyncio.gather(self._source.reader.describe(self._stream), self.copied())
+        starts = {one: held[one].start + self._source_bases.get(one, 0) for one in copied}
+        await _all(self._compare(one, starts[one], end) for one, end in copied.items())
+
+    async def _compare(self, partition: int, start: int, end: int) -> None:
+        start = max(self._compared.get(partition, self._target_bases.get(partition, 0)), start)
+        while start < end:
+            count = min(_PAGE, end - start)
+            wanted = await self._read(self._source, self._source_bases, partition, start, count)
+            found = await self._read(self._target, self._target_bases, partition, start, len(wanted))
+            for number, (one, other) in enumerate(zip(wanted, found, strict=False)):
+                if one != other:
+                    raise CopyDiffers(
+                        f"{self._stream}[{partition}]: offset {start + number} is another event in the copy", GIVE_UP
+                    )
+            both = min(len(wanted), len(found))
+            self.origins.add(wanted[:both], found[:both])
+            self.events += both
+            start += both
+            self._compared[partition] = start
+        self._compared[partition] = max(start, end)
 
     async def _read(
         self, broker: Broker, bases: Mapping[int, int], partition: int, offset: int, count: int
     ) -> Sequence[Record]:
         """At least one record from `offset` on. Raises CopyDiffers where offsets are missing or damaged."""
         at = offset - bases.get(partition, 0)
-        batch = await broker.reader.read(self._stream, partition, at, max_records=count)
+        try:
+            batch = await broker.reader.read(self._stream, partition, at, max_records=count)
+        except OffsetOutOfRange as error:
+            text = (
+                f"{self._stream}[{partition}]: retention has removed offset {offset} before it was copied and compared"
+            )
+            raise CopyDiffers(text, GIVE_UP) from error
         if batch is None:
             raise Unavailable(f"{self._stream}[{partition}]: offset {at} is not there yet")
         if batch.damage is not None or list(batch.offsets) != list(range(at, at + len(batch.records))):
@@ -120,6 +145,22 @@ class StreamCopy:
                 "penstock log verify, and 'When a partition stops' in docs/operating.md",
             )
         return batch.records
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """A few at a time, in order. When one fails, the others go on to their end: an append that was cancelled might arrive later.
+    Raises the first CopyDiffers, else the first error."""
+    turns = asyncio.Semaphore(_AT_ONCE)
+
+    async def take_turn(one: Coroutine[Any, Any, T]) -> T:
+        async with turns:
+            return await one
+
+    results = await asyncio.gather(*map(take_turn, work), return_exceptions=True)
+    errors = [one for one in results if isinstance(one, BaseException)]
+    for error in sorted(errors, key=lambda one: not isinstance(one, CopyDiffers)):
+        raise error
+    return [one for one in results if not isinstance(one, BaseException)]
 
 
 class OriginCount:

@@ -16,16 +16,21 @@ from services.core.broker.several.brokers import DEFAULT
 from services.core.homes import Home, Homes, State
 from services.core.pipes import PipeFile
 from services.core.topic_names import delivery_group, lanes_of, removed_lanes
-from services.fleet.migrate.copying import CopyDiffers, StreamCopy
+from services.fleet.migrate.copying import GIVE_UP, CopyDiffers, StreamCopy
 from services.fleet.problem import CommandFailed, unknown_name
 
 _MARGIN_S = 0.2
 """Beside the lease: clocks of two processes run a little differently."""
-NEARLY_S = 0.4
-"""The writers are held when a pass over what is new takes less."""
+NEARLY_S, _MOST_S = 0.4, 1.2
+"""The writers are held when a pass over what is new takes less than the first: they wait for another pass, beside the lease. On
+brokers that are far away no pass may be so short, so each one that is longer adds a tenth, up to the second. Together with the
+lease that is still less than HOLD_S."""
 LEAVE_S = 120.0
 _AGAIN_S = 0.2
+_NO_END = 1 << 63
 _PATIENCE_S = 60.0
+_MOST_TURNS = 20
+"""At the hand-over, each of a second or more."""
 
 Show = Callable[[str, int, int], None]
 """Called with the step, and the number of events that are done, of how many."""
@@ -116,7 +121,7 @@ class Migration:
         self._stream, self._by, self._show, self._before = stream, by, show, before
         self._copy: StreamCopy | None = None
         self._held_s = 0.0
-        self._groups = self._late = 0
+        self._groups = self._late = self._turns = 0
 
     @property
     def home(self) -> Home:
@@ -131,22 +136,23 @@ class Migration:
 
     async def run(self, to: str) -> Result:
         """Until the stream lives on broker `to`; goes on where an earlier run ended. Raises CommandFailed, BrokerError kinds."""
-        await self._homes.refresh()
+        await self._patiently(self._homes.refresh)
         if self.home.state is not None and self.home.to != to:
             raise CommandFailed(
                 f"{self._stream} is being moved to {self.home.to}",
-                f"penstock migrate {self._stream} --to {self.home.to}, or --undo",
+                f"penstock migrate {self._stream} --to {self.home.to}, or first --undo",
             )
-        if self.home.state is None and self.home.readers != to:
-            await self._begin(to)
+        if self.home.state is None:
+            await self._patiently(partial(self._begin, to))
         while self.home.state is not None:
-            await self._step()
+            await self._patiently(self._step)
         return self.result()
 
     async def _step(self) -> None:
+        await self._homes.refresh()
         match self.home.state:
             case "copying":
-                await self._patiently(self._follow)
+                await self._follow()
                 await self._check_groups()
                 await self._record("held")
             case "held":
@@ -156,13 +162,18 @@ class Migration:
         await self._homes.refresh()
 
     async def _patiently(self, step: Callable[[], Awaitable[None]]) -> None:
-        """Repeat a step that may be repeated, while a broker is not available."""
+        """Repeat a step that may be repeated, while a broker is not available. After a step that went on for a while, the time
+        begins anew."""
         deadline = time.monotonic() + _PATIENCE_S
         while True:
+            began = time.monotonic()
             try:
                 await step()
             except BrokerError as error:
-                if not error.retriable or time.monotonic() > deadline:
+                now = time.monotonic()
+                if now - began > _PATIENCE_S / 2:
+                    deadline = now + _PATIENCE_S
+                if not error.retriable or now > deadline:
                     raise
                 await asyncio.sleep(_AGAIN_S)
             else:
@@ -176,36 +187,62 @@ class Migration:
 
     async def _begin(self, to: str) -> None:
         """Make the topic there, empty, and write down where its offsets begin."""
-        home = self.home
+        await self._homes.refresh()
+        home, self._copy = self.home, None
+        if home.state is not None or home.readers == to:
+            return
         if home.former not in ("", to):
             raise CommandFailed(
                 f"{self._stream} was moved from {home.former}, and its former topic is still there",
-                f"penstock migrate {self._stream} --finish, which deletes it, or --undo",
+                f"penstock migrate {self._stream} --finish, which deletes it, or --to {home.former}, which moves it back",
             )
         source, target = await self._named(home.readers), await self._named(to)
         self._show("creates the topic", 0, 1)
         partitions = (await source.admin.topics()).get(self._stream)
         if partitions is None:
             raise CommandFailed(f"{home.readers} has no topic {self._stream}", "penstock apply")
+        there = await self._incarnation(target)
+        if there is not None and there == await self._incarnation(source):
+            raise CommandFailed(
+                f"{to} and {home.readers} are the same broker: both have the same topic {self._stream}",
+                "another URL for one of them, or another ?prefix=, under `brokers:` in the pipe file",
+            )
         self._before("create")
         if home.former == to:  # its end is not certain: an append whose writer was frozen may have arrived later
-            self._late = await self._store_late()
-            await self._delete_topic(target)
+            self._late = await self._store_late(home)
+        if to in (home.former, home.undone):
+            await self._delete_topic(home, target, there)
         spec = TopicSpec(self._stream, partitions, retention_ms=int(self._pipes.streams[self._stream].retention * 1000))
         try:
             await target.admin.create_topic(spec)
         except TopicExists:
-            there = await target.reader.describe(self._stream)
-            if len(there) != partitions or any(held.end for held in there.values()):
-                raise CommandFailed(
-                    f"broker {to} has a topic {self._stream} already, with events or with another number of partitions",
-                    "deleting it there, when nobody needs it",
-                ) from None
+            await self._check_empty(target, to, partitions)
         await target.admin.create_own_topics()
         stored = await source.reader.describe(self._stream)
         known = home.bases.get(home.readers, {})
         bases = {partition: held.start + known.get(partition, 0) for partition, held in stored.items()}
         await self._record("copying", to=to, bases=bases)
+        await self._homes.refresh()
+
+    async def _check_empty(self, target: Broker, to: str, partitions: int) -> None:
+        """The topic that is there was made by a killed command, or by somebody. Raises CommandFailed, UnsafeTopic."""
+        there = await target.reader.describe(self._stream)
+        if (
+            len(there) != partitions
+            or any(held.end for held in there.values())
+            or await target.admin.compacted([self._stream])
+        ):
+            raise CommandFailed(
+                f"broker {to} has a topic {self._stream} already: with events, compacted, or with another number of partitions",
+                "the owner of that topic; or another ?prefix= for this broker in the pipe file",
+            )
+        await target.admin.check_durability([self._stream])
+
+    async def _incarnation(self, broker: Broker) -> str | None:
+        try:
+            return await broker.admin.incarnation(self._stream)
+        except UnknownTopic:
+            return None
 
     async def _named(self, name: str) -> Broker:
         return await self._fleet.brokers.named(name)
@@ -221,6 +258,7 @@ class Migration:
     async def _follow(self) -> None:
         """Copy and compare, until little is left to do."""
         copy = await self._stream_copy()
+        limit = NEARLY_S
         while True:
             began = time.monotonic()
             self._before("copy")
@@ -228,8 +266,9 @@ class Migration:
             await copy.advance()
             await copy.compare()
             self._show("copies and compares", copy.events, sum(ends.values()) - sum(self._bases().values()))
-            if time.monotonic() - began < NEARLY_S:
+            if time.monotonic() - began < limit:
                 return
+            limit = min(1.1 * limit, _MOST_S)
 
     def _bases(self) -> Mapping[int, int]:
         return self.home.bases.get(self.home.to, {})
@@ -247,8 +286,11 @@ class Migration:
             self._before("drain")
             await copy.advance()
             ends = await copy.ends()
-            if ends != await copy.copied():
-                return  # a late append: the next turn finds it, or that the writers went on
+            if ends != await copy.copied():  # a late append: the next turn finds it, or that the writers went on
+                self._turns += 1
+                if self._turns > _MOST_TURNS:
+                    raise CopyDiffers(f"{self._stream}: the copy has more events than the stream", GIVE_UP)
+                return
             await copy.compare()
             if copy.origins.counts()[1]:
                 raise CopyDiffers(f"{self._stream}: the copy lacks events", f"penstock migrate {self._stream} --undo")
@@ -269,15 +311,28 @@ class Migration:
         return [delivery_group(*lane.split("/", 1)) for lane in lanes]
 
     async def _positions(self) -> dict[str, dict[int, int]]:
-        """By group, where it continues in the copy, by the offsets there."""
+        """By group, where it continues in the copy, by the offsets there. Raises CommandFailed for a group without its positions.
+
+        A group may have read an append that came late to the former topic: these events are no part of the copy, and other events
+        have their offsets there. So no group continues behind the end of the copy.
+        """
         home = self.home
         admin = (await self._named(home.readers)).admin
         here, there = home.bases.get(home.readers, {}), home.bases.get(home.to, {})
         found: dict[str, dict[int, int]] = {}
         for group in self._delivery_groups():
             positions = await admin.positions(group, self._stream)
+            if not positions and await admin.has_begun(group, self._stream):
+                raise CommandFailed(
+                    f"the broker no longer has the position of group {group} in {self._stream}: nobody has read for days",
+                    "penstock group reset, as in 'When a partition stops' in docs/operating.md, then the same command",
+                )
+            ends = home.ends if home.state == "written" else {}
             if positions:
-                found[group] = {one: at + here.get(one, 0) - there.get(one, 0) for one, at in positions.items()}
+                found[group] = {
+                    one: min(at + here.get(one, 0), ends.get(one, _NO_END)) - there.get(one, 0)
+                    for one, at in positions.items()
+                }
         return found
 
     async def _check_groups(self) -> None:
@@ -308,26 +363,39 @@ class Migration:
         self._before("groups")
         moved = await self._positions()
         for group, positions in moved.items():
-            processed = {one: at - 1 for one, at in positions.items()}
-            # A coordinator may not be there yet, and the group may have members that read other streams there.
-            await self._patiently(partial(target.admin.set_committed, group, self._stream, processed))
+            # Unavailable while the coordinator is not there yet, or the group has members that read other streams there.
+            await target.admin.set_committed(group, self._stream, {one: at - 1 for one, at in positions.items()})
         self._groups = len(moved)
         await self._record("moved")
 
     async def undo(self) -> Result:
-        """Give up a migration that has not handed over yet; after that, move the stream back."""
+        """Give up a migration that has not handed over yet, and delete the copy. May be repeated."""
         await self._homes.refresh()
         home = self.home
-        if home.state is None and home.former:
-            return await self.run(home.former)
+        if home.state is None and home.undone:
+            copy = await self._named(home.undone)
+            await self._delete_topic(home, copy, await self._incarnation(copy))
+            return self.result()
+        if home.state is None and not home.former:
+            raise CommandFailed(f"{self._stream} is not being moved", f"penstock migrate {self._stream} --status")
         if home.state is None:
-            raise CommandFailed(f"{self._stream} is not being moved, and no earlier move can be undone", "--status")
+            raise CommandFailed(
+                f"{self._stream} has moved to {home.readers}",
+                f"penstock migrate {self._stream} --to {home.former}, which moves it back",
+            )
         if home.state == "written":
-            return await self.run(home.to)  # half-way, forward is shorter; then it can be moved back
+            raise CommandFailed(
+                f"{self._stream} is stored on {home.to} already, and its readers wait",
+                f"penstock migrate {self._stream} --to {home.to}, which completes the move; "
+                f"then --to {home.readers}, which moves it back",
+            )
+        copy = await self._named(home.to)
+        incarnation = await self._incarnation(copy)
         if home.state == "held":
             await self._record("released")
         if await self._record("undone"):
-            await self._delete_topic(await self._named(home.to))
+            await self._homes.refresh()
+            await self._delete_topic(self.home, copy, incarnation)
         return self.result()
 
     async def finish(self) -> Result:
@@ -337,18 +405,20 @@ class Migration:
         if home.state is not None or not home.former:
             text = f"is being moved to {home.to}" if home.state is not None else "has no former topic"
             raise CommandFailed(f"{self._stream} {text}: there is nothing to finish", "--status")
-        self._late = await self._store_late()
-        await self._delete_topic(await self._named(home.former))
+        former = await self._named(home.former)
+        incarnation = await self._incarnation(former)
+        self._late = await self._store_late(home)
+        await self._delete_topic(home, former, incarnation)
         await self._record("finished")
         return self.result()
 
-    async def _store_late(self) -> int:
+    async def _store_late(self, home: Home) -> int:
         """Send what was written to the former topic after the stream was handed over to the stream. Gives their number.
 
         Nobody has answered for these events: their writers were frozen, and have repeated them. Or a writer does not follow the
-        homes, because it runs with a pipe file without `brokers`. So they are stored, maybe twice.
+        homes, because it runs with a pipe file without `brokers`. So they are stored, maybe twice. Raises as `_require`.
         """
-        home, count = self.home, 0
+        count = 0
         former = await self._named(home.former)
         try:
             stored = await former.reader.describe(self._stream)
@@ -359,6 +429,7 @@ class Migration:
                 base = home.bases.get(home.former, {}).get(partition, 0)
                 offset = max(held.start, home.ends.get(partition, held.end + base) - base)
                 while offset < held.end:
+                    await self._require(home)
                     batch = await former.reader.read(self._stream, partition, offset, max_records=500)
                     if batch is None:
                         break
@@ -366,9 +437,21 @@ class Migration:
                     offset, count = batch.offsets[-1] + 1, count + len(batch.records)
         return count
 
-    async def _delete_topic(self, broker: Broker) -> None:
-        with suppress(UnknownTopic):
-            await broker.admin.delete_topic(self._stream)
+    async def _require(self, home: Home) -> None:
+        """Raises CommandFailed when somebody has moved the stream meanwhile: this command may have been frozen for hours."""
+        await self._homes.refresh()
+        if self.home.epoch != home.epoch:
+            raise CommandFailed(
+                f"somebody else has moved {self._stream} meanwhile, so nothing was deleted",
+                f"penstock migrate {self._stream} --status",
+            )
+
+    async def _delete_topic(self, home: Home, broker: Broker, incarnation: str | None) -> None:
+        """Delete this one, and no other of its name: the stream may live there again. Raises as `_require`."""
+        await self._require(home)
+        if incarnation is not None and await self._incarnation(broker) == incarnation:
+            with suppress(UnknownTopic):
+                await broker.admin.delete_topic(self._stream)
 
 
 async def _with_members(broker: Broker, groups: Collection[str], stream: str) -> list[str]:

@@ -187,7 +187,8 @@ def _print_search(story: Story) -> None:
     if not story.events:
         print_note(
             f"{plain(story.id, SHOWN_ID)} was not found: {len(searched.topics)} topics and {searched.records} records were "
-            f"searched, for {span}. Try: --since 7d, or --since and --until around its time",
+            f"searched, for {span}. An event that ingest refused is not stored: the answer to its sender has the reason. "
+            "Try: --since 7d, or --since and --until around its time",
             "yellow",
         )
     for topic in partly:

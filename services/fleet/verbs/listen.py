@@ -94,7 +94,7 @@ async def _run(receiver: Receiver, host: str, port: int) -> None:
             print_note(f"Listening on http://{host}:{bound}/ ; {checked}. Ctrl-C ends it.", "bold green")
             await stop.asked.wait()
     print_note(
-        f"{receiver.delivered} events, {receiver.duplicates} duplicates, {receiver.requests} requests, "
+        f"{receiver.delivered} events, and {receiver.duplicates} duplicates of them, in {receiver.requests} requests; "
         f"{receiver.failed} refused on purpose, {receiver.unsigned} with a bad signature"
         + (f", {receiver.unauthorized} without the token" if receiver.token else "")
     )
@@ -125,9 +125,9 @@ def _print_lines(received: Received) -> None:
     signed = {True: "signature good", False: "signature bad", None: "signature not checked"}[received.signed]
     if received.authorized is not None:
         signed = f"token good, {signed}" if received.authorized else "token bad"
-    tail = f", {duplicates} duplicates" if duplicates else ""
+    tail = f" and {duplicates} duplicates" if duplicates else ""
     is_refused = received.signed is False or received.authorized is False
-    what = f"refused: {signed}" if is_refused else f"{len(received.events)} events{tail}, {signed}"
+    what = f"refused: {signed}" if is_refused else f"{len(received.new)} events{tail}, {signed}"
     OUT.print(Text(f"{clock} {received.webhook_id} {what}", style="bold"))
     is_cut = False
     shown = list(zip(received.new, received.texts, strict=True))[: SHOWN_EVENTS if OUT.is_terminal else None]

@@ -22,8 +22,9 @@ APP.add_typer(LOSS, name="loss")
 PipeArgument = Annotated[str, typer.Argument(help="The pipe's name.")]
 SHOWN = 50
 _MINUTES = (
-    "An event counts in the minute of its own time, or of its arrival if that was more than a minute later. A minute without "
-    "events has no row. A minute is final 150 s after its end at the earliest (final_after): until then late events may arrive."
+    "An event counts in the minute of its own time. If it arrived before that minute, or more than a minute after its end, it "
+    "counts in the minute of its arrival. A minute without events has no row. "
+    "A minute is final 150 s after its end at the earliest (final_after): until then late events may arrive."
 )
 
 

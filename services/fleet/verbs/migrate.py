@@ -40,10 +40,10 @@ def migrate(
     ] = None,
     status: Annotated[bool, typer.Option("--status", help="Show where the stream lives. Changes nothing.")] = False,
     undo: Annotated[
-        bool, typer.Option("--undo", help="Give the migration up. A stream that has moved is moved back.")
+        bool, typer.Option("--undo", help="Give up a migration that has not handed over yet, and delete the copy.")
     ] = False,
     finish: Annotated[
-        bool, typer.Option("--finish", help="Delete the former topic. After that nothing can be undone.")
+        bool, typer.Option("--finish", help="Delete the former topic of a stream that has moved.")
     ] = False,
     pipes: Pipes = None,
     broker: BrokerUrl = None,
@@ -102,7 +102,7 @@ def describe(result: Result, stream: str, *, in_file: str) -> list[str]:
     if home.state is not None:
         return [
             f"{stream} is being moved from {home.readers} to {home.to}: {home.state}. Its events are stored on {home.writers}",
-            f"Try: penstock migrate {stream} --to {home.to}, which goes on, or --undo",
+            f"Try: penstock migrate {stream} --to {home.to}, which goes on{', or --undo' if home.state != 'written' else ''}",
         ]
     lines = [f"{stream} lives on {home.readers}"]
     if result.events:
@@ -118,7 +118,7 @@ def describe(result: Result, stream: str, *, in_file: str) -> list[str]:
     if home.former:
         lines.append(
             f"its former topic on {home.former} is still there. Try: penstock migrate {stream} --finish, which deletes it, or "
-            "--undo"
+            f"--to {home.former}, which moves the stream back"
         )
     if home.readers != in_file:
         lines.append(

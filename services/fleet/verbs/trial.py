@@ -114,7 +114,10 @@ def _try(
     if not records and not refused:
         where = ", ".join(sample) if sample else ", ".join(pipe.sources)
         raise CommandFailed(f"the sample has no events: {where}", "--sample with a file of events", status=2)
-    print_note(f"Spark starts, and runs {name} on {format_count(len(records), 'event')} (10 s to a minute)", "dim")
+    without = f", without {len(refused)} that ingest would refuse" if refused else ""
+    print_note(
+        f"Spark starts, and runs {name} on {format_count(len(records), 'event')}{without} (10 s to two minutes)", "dim"
+    )
     result = run_transform(pipes, name, records, url)
     return sum_up(name, pipe, records, refused, result, absent), pipe
 

@@ -122,4 +122,4 @@ def test_bad_configuration_is_status_2() -> None:
     with service("pass", "--drain", "10") as process:
         status, _, err = finish(process)
     assert status == 2
-    assert err == "error: --drain: a duration with a unit is needed (ms, s, m, h, d). Try: 10s\n"
+    assert err == "error: --drain: a duration with a unit is needed (ms, s, m, h, d). Try: 10s or 7d\n"

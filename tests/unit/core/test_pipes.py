@@ -109,7 +109,7 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
         "3: streams.flights.partitions: must be at least 1",
         "4: streams.Weather: must match ^[a-z0-9][a-z0-9_-]{0,62}$",
         "8: pipes.late.transform: exactly one of sql and python is needed",
-        "11: pipes.late.destinations[ops].webhook.timeout: a duration with a unit is needed (ms, s, m, h, d). Try: 10s",
+        "11: pipes.late.destinations[ops].webhook.timeout: a duration with a unit is needed (ms, s, m, h, d). Try: 10s or 7d",
         "11: pipes.late.destinations[ops].webhook.acks: unknown key",
         "17: pipes.raw.destinations[mirror].strem: unknown key; did you mean stream?",
         "7: pipes.late.sources.1: 'weather' is not among streams: Weather, flights",

@@ -129,7 +129,7 @@ def test_no_colours_outside_a_terminal(shell: Shell) -> None:
         ("send orders nofile.json --url ftp://x", "--url needs the address of ingest"),
         ("send orders nofile.json --url http://user:pw@x", "--url needs the address of ingest"),
         ("up -f nope.yaml", "nope.yaml: there is no such file. Try: penstock init"),
-        ("up --drain 10", "--drain: a duration with a unit is needed (ms, s, m, h, d). Try: 10s"),
+        ("up --drain 10", "--drain: a duration with a unit is needed (ms, s, m, h, d). Try: 10s or 7d"),
         ("up --listen 8080", "--listen: host:port is needed. Try: 127.0.0.1:8080"),
         ("up --ingest 0 --expel many", "--expel: a whole number is needed"),
         ("up --allow-networks 10.0.0.0/33", "--allow-networks: '10.0.0.0/33' is not a network. Try: 127.0.0.0/8"),
@@ -191,7 +191,7 @@ def test_init_check_and_schema(shell: Shell) -> None:
     assert shell.run("check", "--allow-networks", "127.0.0.0/8") == 0
     assert shell.out == "pipes.yaml is good: 1 stream, 1 pipe, 1 destination\n"
     trial = "Try: penstock try large-orders --sample FILE"
-    mode = "large-orders: its transform runs in micro-batches, but on Kafka in real-time mode if it treats each event by itself"
+    mode = "large-orders: its transform may run in real-time mode on Kafka: Spark decides when it starts"
     assert shell.err == f"{mode}\nthe transform was not analysed. {trial}\n"
     assert shell.run("check", "--json") == 2
     [problem] = json.loads(shell.out)["problems"]
@@ -288,7 +288,7 @@ def test_check_shows_every_mistake_and_no_secret(shell: Shell, tmp_path: Path) -
     assert shell.run("check") == 2
     itself = "secret: the secret itself must not be here, only its place. Try: {file: webhook.secret} or {env: WEBHOOK_SECRET}"
     assert shell.err.splitlines() == [
-        "error: pipes.yaml:1: streams.a.retention: a duration with a unit is needed (ms, s, m, h, d). Try: 10s",
+        "error: pipes.yaml:1: streams.a.retention: a duration with a unit is needed (ms, s, m, h, d). Try: 10s or 7d",
         f"error: pipes.yaml:8: pipes.p.destinations[y].webhook.{itself}",
         "error: pipes.yaml:4: pipes.p.sources.0: 'b' is not among streams: a",
     ]

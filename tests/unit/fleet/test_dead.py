@@ -156,7 +156,8 @@ async def test_a_list_that_is_cut_short_says_so(
     await list_found(url, ANY, 0, settled=False, as_json=as_json)
     out, err = capsys.readouterr()
     assert out.count("late.dead:0:") == 5
-    assert err == ("" if as_json else "5 dead letters\n")
+    hint = "Try: penstock dead show POSITION; then penstock dead redrive, or dead discard"
+    assert err == ("" if as_json else f"5 dead letters. {hint}\n")
 
 
 async def test_letters_of_a_pipe_that_is_gone_are_with_the_retrier(broker: Broker) -> None:

@@ -3,10 +3,11 @@
 import asyncio
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
-from services.core.broker.contract import PartitionRange, TopicSpec
+from services.core.broker.contract import Broker, PartitionRange, TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.retention import remove_before
@@ -17,7 +18,7 @@ from services.core.pipes import PipeFile
 from services.fleet.migrate import steps
 from services.fleet.migrate.steps import Migration, check_movable
 from services.fleet.problem import CommandFailed
-from tests.support.migrations import GROUP, KEYS, STREAM, World, run_history, shorten_times
+from tests.support.migrations import GROUP, KEYS, STREAM, Killed, World, run_history, shorten_times
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +133,7 @@ async def test_nobody_reads_there_before_the_last_member_has_left(
         assert (await broker.admin.positions(GROUP, STREAM))[0] == 2
 
 
-@pytest.mark.parametrize("end", ["finish", "undo"])
+@pytest.mark.parametrize("end", ["finish", "back"])
 async def test_what_came_late_to_the_former_topic_is_stored(world: World, tmp_path: Path, end: str) -> None:
     """A service that was started without `brokers` has acknowledged it. Both ends delete the former topic."""
     await _fill(world, 3)
@@ -141,10 +142,124 @@ async def test_what_came_late_to_the_former_topic_is_stored(world: World, tmp_pa
         async with LogBroker.open(str(tmp_path / "own")) as own:
             await own.appender.append(STREAM, 0, [Record(None, b"late", 0)], timeout=5)
         migration = Migration(broker, places, world.pipes, STREAM, "test")
-        assert (await (migration.finish() if end == "finish" else migration.undo())).late == 1
+        assert (await (migration.finish() if end == "finish" else migration.run("default"))).late == 1
         batch = await broker.reader.read(STREAM, 0, 3, max_records=1)
         assert batch is not None
         assert batch.records[0].value == b"late"
+
+
+async def test_undo_is_for_what_was_not_handed_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever repeats it, because the command was killed, must not move the stream anywhere."""
+    await _fill(world, 3)
+    async with world.process() as (broker, places):
+        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        with pytest.raises(CommandFailed, match="is not being moved"):
+            await migration.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(migration, "_move_groups", AsyncMock(side_effect=Killed))
+            with pytest.raises(Killed):
+                await migration.run("second")
+        with pytest.raises(CommandFailed, match="is stored on second already") as refused:
+            await migration.undo()
+        assert "--to second, which completes the move" in refused.value.remedy
+        await migration.run("second")
+        with pytest.raises(CommandFailed, match="has moved to second") as refused:
+            await migration.undo()
+        assert "--to default, which moves it back" in refused.value.remedy
+        assert (await migration.run("default")).home.readers == "default"
+
+
+async def test_no_group_continues_behind_the_end_of_the_copy(world: World, tmp_path: Path) -> None:
+    """It may have read an append that came late to the former topic: the next events of the stream have these offsets."""
+    await _fill(world, 3)
+    async with world.process() as (broker, places):
+        await broker.admin.set_committed(GROUP, STREAM, {0: 2})
+        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        move_groups = migration._move_groups
+
+        async def read_late_events() -> None:
+            async with LogBroker.open(str(tmp_path / "own")) as own:
+                await own.appender.append(STREAM, 0, [Record(None, b"late", 0)] * 2, timeout=5)
+                await own.admin.set_committed(GROUP, STREAM, {0: 4})
+            await move_groups()
+
+        migration._move_groups = read_late_events  # type: ignore[method-assign]
+        await migration.run("second")
+        assert (await broker.admin.positions(GROUP, STREAM))[0] == 3
+        assert (await Migration(broker, places, world.pipes, STREAM, "test").finish()).late == 2
+
+
+async def test_a_command_that_was_frozen_deletes_nothing(world: World) -> None:
+    """Somebody else has moved the stream meanwhile, and it lives where its former topic was."""
+    await _fill(world, 3)
+    async with world.process() as (broker, places), world.process() as (other, others):
+        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        await migration.run("second")
+        named = migration._named
+
+        async def freeze(name: str) -> Broker:
+            migration._named = named  # type: ignore[method-assign]
+            rival = Migration(other, others, world.pipes, STREAM, "rival")
+            await rival.finish()
+            await rival.run("default")
+            return await named(name)
+
+        migration._named = freeze  # type: ignore[method-assign]
+        with pytest.raises(CommandFailed, match="somebody else has moved orders"):
+            await migration.finish()
+        assert (await broker.reader.describe(STREAM))[0].end == 3
+
+
+async def test_the_same_broker_by_another_name_is_refused(tmp_path: Path) -> None:
+    """The move would succeed, and --finish delete the stream."""
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    world = World(f"log://{tmp_path / 'own'}", f"log://{tmp_path / 'link'}")
+    await world.set_up()
+    async with world.process() as (broker, places):
+        with pytest.raises(CommandFailed, match="second and default are the same broker"):
+            await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+
+
+async def test_an_undo_that_was_killed_is_completed(world: World, tmp_path: Path) -> None:
+    """By the same command, and by the next migration."""
+    await _fill(world, 3)
+    async with world.process() as (broker, places):
+
+        def die(step: str) -> None:
+            if step == "held":
+                raise Killed
+
+        for attempt in range(2):
+            migration = Migration(broker, places, world.pipes, STREAM, "test", before=die)
+            with pytest.raises(Killed):
+                await migration.run("second")
+            migration._delete_topic = AsyncMock(side_effect=Killed)  # type: ignore[method-assign]
+            with pytest.raises(Killed):
+                await migration.undo()
+            async with LogBroker.open(str(tmp_path / "second")) as there:
+                assert STREAM in await there.admin.topics()
+                if attempt == 0:
+                    await Migration(broker, places, world.pipes, STREAM, "test").undo()
+                    assert STREAM not in await there.admin.topics()
+        result = await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+        assert (result.home.readers, result.events) == ("second", 3)
+
+
+async def test_what_retention_removes_before_it_is_copied(world: World, tmp_path: Path) -> None:
+    """The copy cannot begin there: it is given up, with the way on."""
+    await _fill(world, 10)
+    async with world.process() as (broker, places):
+        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        follow = migration._follow
+
+        async def lose() -> None:
+            await expire(tmp_path / "own", 4)
+            await follow()
+
+        migration._follow = lose  # type: ignore[method-assign]
+        with pytest.raises(CommandFailed, match="retention has removed offset 0") as refused:
+            await migration.run("second")
+        assert "--undo" in refused.value.remedy
 
 
 async def test_another_writer_there_is_noticed(world: World, tmp_path: Path) -> None:

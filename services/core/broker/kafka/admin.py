@@ -26,7 +26,7 @@ from services.core.broker.kafka.offsets import (
     partitions_of,
     starts,
 )
-from services.core.broker.kafka.positions import GROUPS, Append, GroupStarts
+from services.core.broker.kafka.positions import GROUPS, Append, GroupStart, GroupStarts
 from services.core.broker.kafka.protocol import DescribeTopicsRequest, GroupRightsRequest
 from services.core.broker.kafka.reader import read_at
 from services.core.broker.kafka.record_batch import MAX_BATCH_BYTES
@@ -171,7 +171,12 @@ class KafkaAdmin:
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
         """As in the contract."""
         positions = {partition: last + 1 for partition, last in processed.items()}
-        await commit_without_member(self._cluster, group, topic, positions)
+        note = await commit_without_member(self._cluster, group, topic, positions)
+        sources = [TopicPartition(topic, partition) for partition in positions]
+        found = await self.begun.find(group, sources)
+        row = GroupStart(note.topic, note.partitions or len(positions))
+        new = [source for source in sources if source not in found or found[source].topic != note.topic]
+        await self.begun.record(group, dict.fromkeys(new, row))
 
     async def copy_positions(self, group: str, to: str, topic: str) -> bool:
         """As in the contract. When Kafka has expired the group's offsets, `to` stops as the group would."""

@@ -214,9 +214,11 @@ async def fetch_positions(cluster: Cluster, group: str, topic: str) -> dict[Topi
     return {source: stored.position for source, stored in found.items() if stored.metadata.topic in ("", now)}
 
 
-async def commit_without_member(cluster: Cluster, group: str, topic: str, positions: Mapping[int, int]) -> None:
-    """Set the next offset to read of a group that has no members, by partition. Raises UnknownTopic, and GroupHasMembers
-    when it has members."""
+async def commit_without_member(
+    cluster: Cluster, group: str, topic: str, positions: Mapping[int, int]
+) -> CommitMetadata:
+    """Set the next offset to read of a group that has no members, by partition. Gives the metadata of these commits. Raises
+    UnknownTopic, and GroupHasMembers when it has members."""
     sources = await partitions_of(cluster, [topic])
     if unknown := positions.keys() - {source.partition for source in sources}:
         raise UnknownTopic(f"{topic} has no partitions {sorted(unknown)}")
@@ -227,9 +229,10 @@ async def commit_without_member(cluster: Cluster, group: str, topic: str, positi
         for row in stored.values()
         if row.metadata.partitions and row.metadata.topic in ("", now)
     ]
-    note = str(CommitMetadata(min(counts, default=None), now))
-    rows = [(partition, position, note) for partition, position in positions.items()]
-    await _commit_rows(cluster, group, topic, rows)
+    # Partitions that are added from now on are new to the group: it reads them from their beginning.
+    note = CommitMetadata(min(counts, default=len(sources)), now)
+    await _commit_rows(cluster, group, topic, [(one, position, str(note)) for one, position in positions.items()])
+    return note
 
 
 async def copy_positions(cluster: Cluster, group: str, to: str, topic: str) -> bool:
