@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ from services.core.broker.several.broker import SeveralBrokers
 from services.core.broker.several.brokers import DEFAULT
 from services.core.homes import Home, Homes, State
 from services.core.pipes import PipeFile
-from services.core.topic_names import delivery_group, lanes_of, removed_lanes
 from services.fleet.migrate.copying import GIVE_UP, CopyDiffers, StreamCopy
+from services.fleet.migrate.positions import GroupPositions
 from services.fleet.problem import CommandFailed, unknown_name
 
 _MARGIN_S = 0.2
@@ -25,9 +25,7 @@ NEARLY_S, _MOST_S = 0.4, 1.2
 """The writers are held when a pass over what is new takes less than the first: they wait for another pass, beside the lease. On
 brokers that are far away no pass may be so short, so each one that is longer adds a tenth, up to the second. Together with the
 lease that is still less than HOLD_S."""
-LEAVE_S = 120.0
 _AGAIN_S = 0.2
-_NO_END = 1 << 63
 _PATIENCE_S = 60.0
 _MOST_TURNS = 20
 """At the hand-over, each of a second or more."""
@@ -119,6 +117,7 @@ class Migration:
     ) -> None:
         self._fleet, self._homes, self._pipes = fleet, homes, pipes
         self._stream, self._by, self._show, self._before = stream, by, show, before
+        self._positions = GroupPositions(stream, pipes, self._named)
         self._copy: StreamCopy | None = None
         self._held_s = 0.0
         self._groups = self._late = self._turns = 0
@@ -153,7 +152,7 @@ class Migration:
         match self.home.state:
             case "copying":
                 await self._follow()
-                await self._check_groups()
+                await self._positions.check(self.home)
                 await self._record("held")
             case "held":
                 await self._hand_over()
@@ -305,67 +304,14 @@ class Migration:
         finally:
             self._held_s = max(self._held_s, time.monotonic() - began)
 
-    def _delivery_groups(self) -> list[str]:
-        """All that may have a position in the stream."""
-        lanes = sorted(lanes_of(self._pipes) | removed_lanes(self._pipes).keys())
-        return [delivery_group(*lane.split("/", 1)) for lane in lanes]
-
-    async def _positions(self) -> dict[str, dict[int, int]]:
-        """By group, where it continues in the copy, by the offsets there. Raises CommandFailed for a group without its positions.
-
-        A group may have read an append that came late to the former topic: these events are no part of the copy, and other events
-        have their offsets there. So no group continues behind the end of the copy.
-        """
-        home = self.home
-        admin = (await self._named(home.readers)).admin
-        here, there = home.bases.get(home.readers, {}), home.bases.get(home.to, {})
-        found: dict[str, dict[int, int]] = {}
-        for group in self._delivery_groups():
-            positions = await admin.positions(group, self._stream)
-            if not positions and await admin.has_begun(group, self._stream):
-                raise CommandFailed(
-                    f"the broker no longer has the position of group {group} in {self._stream}: nobody has read for days",
-                    "penstock group reset, as in 'When a partition stops' in docs/operating.md, then the same command",
-                )
-            ends = home.ends if home.state == "written" else {}
-            if positions:
-                found[group] = {
-                    one: min(at + here.get(one, 0), ends.get(one, _NO_END)) - there.get(one, 0)
-                    for one, at in positions.items()
-                }
-        return found
-
-    async def _check_groups(self) -> None:
-        """Raises CommandFailed for a group whose next events are gone already: at its new place nobody would notice."""
-        for group, positions in (await self._positions()).items():
-            if gone := [partition for partition, at in positions.items() if at < 0]:
-                raise CommandFailed(
-                    f"the group {group} has not read events of {self._stream}[{gone[0]}] that retention has removed",
-                    "penstock group skip, as in 'When a partition stops' in docs/operating.md, then the same command",
-                )
-
     async def _move_groups(self) -> None:
         """When all readers have left: the position of each group, in the copy."""
         home = self.home
-        source, target = await self._named(home.readers), await self._named(home.to)
         self._show("waits until the readers have left", 0, 1)
         await asyncio.sleep(timing.LEASE_S + _MARGIN_S)
-        deadline = time.monotonic() + LEAVE_S
-        while still := await _with_members(source, self._delivery_groups(), self._stream):
-            if time.monotonic() > deadline:
-                raise CommandFailed(
-                    f"members of {', '.join(still)} still read {self._stream} on {home.readers} after {LEAVE_S:.0f} s. "
-                    "Until they have left, nothing of it is delivered",
-                    "a restart of each expel that runs another version, or with a pipe file that lacks brokers; then the "
-                    "same command",
-                )
-            await asyncio.sleep(_AGAIN_S)
+        await self._positions.wait_until_left(home)
         self._before("groups")
-        moved = await self._positions()
-        for group, positions in moved.items():
-            # Unavailable while the coordinator is not there yet, or the group has members that read other streams there.
-            await target.admin.set_committed(group, self._stream, {one: at - 1 for one, at in positions.items()})
-        self._groups = len(moved)
+        self._groups = await self._positions.move(home)
         await self._record("moved")
 
     async def undo(self) -> Result:
@@ -452,10 +398,3 @@ class Migration:
         if incarnation is not None and await self._incarnation(broker) == incarnation:
             with suppress(UnknownTopic):
                 await broker.admin.delete_topic(self._stream)
-
-
-async def _with_members(broker: Broker, groups: Collection[str], stream: str) -> list[str]:
-    """The groups that have a position in the stream, and living members on this broker."""
-    return [
-        group for group in groups if await broker.admin.has_begun(group, stream) and await broker.admin.members(group)
-    ]

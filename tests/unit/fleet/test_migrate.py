@@ -15,7 +15,7 @@ from services.core.broker.log.topic_store import TopicStore
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.pipes import PipeFile
-from services.fleet.migrate import steps
+from services.fleet.migrate import positions
 from services.fleet.migrate.steps import Migration, check_movable
 from services.fleet.problem import CommandFailed
 from tests.support.migrations import GROUP, KEYS, STREAM, Killed, World, run_history, shorten_times
@@ -110,7 +110,7 @@ async def test_nobody_reads_there_before_the_last_member_has_left(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A member that does not follow the moves still delivers from the former topic: its commits would not count any more."""
-    monkeypatch.setattr(steps, "LEAVE_S", 0.5)
+    monkeypatch.setattr(positions, "LEAVE_S", 0.5)
     await _fill(world, 10)
 
     async def revoke(_partitions: frozenset[TopicPartition]) -> None:

@@ -1,0 +1,87 @@
+"""The positions of the groups in a stream that moves: checked before the hand-over, copied when its readers have left."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from services.core.broker.contract import Broker
+from services.core.homes import Home
+from services.core.pipes import PipeFile
+from services.core.topic_names import delivery_group, lanes_of, removed_lanes
+from services.fleet.problem import CommandFailed
+
+LEAVE_S = 120.0
+_AGAIN_S = 0.2
+_NO_END = 1 << 63
+_HOW = "as in 'When a partition stops' in docs/operating.md, then the same command"
+
+
+class GroupPositions:
+    """named: opens a broker of the fleet. All methods raise BrokerError kinds, and may be repeated."""
+
+    def __init__(self, stream: str, pipes: PipeFile, named: Callable[[str], Awaitable[Broker]]) -> None:
+        self._stream, self._named = stream, named
+        lanes = sorted(lanes_of(pipes) | removed_lanes(pipes).keys())
+        self._groups = [delivery_group(*lane.split("/", 1)) for lane in lanes]
+        """All that may have a position in the stream."""
+
+    async def check(self, home: Home) -> None:
+        """Raises CommandFailed for a group whose next events are gone already: at its new place nobody would notice."""
+        for group, positions in (await self._find(home)).items():
+            if gone := [partition for partition, at in positions.items() if at < 0]:
+                raise CommandFailed(
+                    f"the group {group} has not read events of {self._stream}[{gone[0]}] that retention has removed",
+                    f"penstock group skip, {_HOW}",
+                )
+
+    async def wait_until_left(self, home: Home) -> None:
+        """Until no member of a group reads at the former home. Raises CommandFailed after LEAVE_S."""
+        source = await self._named(home.readers)
+        deadline = time.monotonic() + LEAVE_S
+        while still := await self._with_members(source):
+            if time.monotonic() > deadline:
+                raise CommandFailed(
+                    f"members of {', '.join(still)} still read {self._stream} on {home.readers} after {LEAVE_S:.0f} s. "
+                    "Until they have left, nothing of it is delivered",
+                    "a restart of each expel that runs another version, or with a pipe file that lacks brokers; then the "
+                    "same command",
+                )
+            await asyncio.sleep(_AGAIN_S)
+
+    async def move(self, home: Home) -> int:
+        """Set each group to its position in the copy. Gives the number of groups. Raises Unavailable while a group has members
+        that read other streams there."""
+        target = await self._named(home.to)
+        moved = await self._find(home)
+        for group, positions in moved.items():
+            await target.admin.set_committed(group, self._stream, {one: at - 1 for one, at in positions.items()})
+        return len(moved)
+
+    async def _find(self, home: Home) -> dict[str, dict[int, int]]:
+        """By group, where it continues in the copy, by the offsets there. Raises CommandFailed for a group without its positions.
+
+        A group may have read an append that came late to the former topic: these events are no part of the copy, and other events
+        have their offsets there. So no group continues behind the end of the copy.
+        """
+        admin = (await self._named(home.readers)).admin
+        here, there = home.bases.get(home.readers, {}), home.bases.get(home.to, {})
+        ends = home.ends if home.state == "written" else {}
+        found: dict[str, dict[int, int]] = {}
+        for group in self._groups:
+            positions = await admin.positions(group, self._stream)
+            if positions:
+                found[group] = {
+                    one: min(at + here.get(one, 0), ends.get(one, _NO_END)) - there.get(one, 0)
+                    for one, at in positions.items()
+                }
+            elif await admin.has_begun(group, self._stream):
+                raise CommandFailed(
+                    f"the broker no longer has the position of group {group} in {self._stream}: nobody has read for days",
+                    f"penstock group reset, {_HOW}",
+                )
+        return found
+
+    async def _with_members(self, broker: Broker) -> list[str]:
+        """The groups that have a position in the stream, and living members on this broker."""
+        admin = broker.admin
+        return [one for one in self._groups if await admin.has_begun(one, self._stream) and await admin.members(one)]
