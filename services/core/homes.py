@@ -54,8 +54,8 @@ State = Literal["copying", "held", "released", "written", "moved", "undone", "fi
 
 class Move(msgspec.Struct, frozen=True):
     """One record. to: the other broker. of: the offset of the record before it, -1 for the first. In `copying`: home, the broker
-    that it moves from; bases, as in the module, of the other one. In `written`: ends, of the copy. at: ms since the epoch.
-    version: of this format."""
+    that it moves from; bases, as in the module, of the other one; copy, the incarnation of the topic there. In `written`: ends,
+    of the copy. at: ms since the epoch. version: of this format."""
 
     state: State
     to: str
@@ -65,6 +65,7 @@ class Move(msgspec.Struct, frozen=True):
     home: str = ""
     bases: dict[int, int] = {}
     ends: dict[int, int] = {}
+    copy: str = ""
     version: int = _VERSION
 
 
@@ -72,7 +73,8 @@ class Home(msgspec.Struct, frozen=True):
     """Of one stream. readers, writers: names of brokers. state: of the migration, None without one. to: where it goes.
 
     former: the broker that has its former topic, until the migration is finished. epoch: the offset of the last record that
-    counts. undone: the broker that may still have the copy of a migration that was given up.
+    counts. copy: the incarnation of the topic that a migration has made. undone: the broker that may still have it, when the
+    migration was given up.
     """
 
     readers: str
@@ -84,6 +86,7 @@ class Home(msgspec.Struct, frozen=True):
     bases: Mapping[str, Mapping[int, int]] = {}
     ends: Mapping[int, int] = {}
     """Where the former topic ended when the stream was handed over."""
+    copy: str = ""
     undone: str = ""
 
     def after(self, offset: int, move: Move) -> "Home | None":
@@ -93,11 +96,14 @@ class Home(msgspec.Struct, frozen=True):
         new = msgspec.structs.replace(self, epoch=offset)
         match (self.state, move.state):
             case (None, "copying") if self.epoch < 0 and move.home:  # whatever the pipe file says now
-                new = Home(move.home, move.home, offset)
-                return msgspec.structs.replace(new, state="copying", to=move.to, bases={move.to: move.bases})
+                new = Home(move.home, move.home, offset, bases={move.to: move.bases})
+                return msgspec.structs.replace(new, state="copying", to=move.to, copy=move.copy)
             case (None, "copying") if move.to != self.readers and self.former in ("", move.to):
                 bases = dict(self.bases) | {move.to: move.bases}
-                return msgspec.structs.replace(new, state="copying", to=move.to, bases=bases, undone="")
+                new = msgspec.structs.replace(new, state="copying", to=move.to, bases=bases, copy=move.copy)
+                return msgspec.structs.replace(
+                    new, former="", ends={}, undone=""
+                )  # that topic is deleted before this record
             case ("copying", "held"):
                 return msgspec.structs.replace(new, state="held")
             case ("held", "released"):
@@ -280,12 +286,13 @@ class Homes(Places):
         to: str = "",
         bases: Mapping[int, int] | None = None,
         ends: Mapping[int, int] | None = None,
+        copy: str = "",
     ) -> bool:
         """Write the next step durably, and read it. Gives whether it counts. Raises BrokerError kinds."""
         home = self._homes[stream]
         now = time.time_ns() // 1_000_000
         left = home.readers if state == "copying" else ""
-        move = Move(state, to or home.to, home.epoch, by, now, left, dict(bases or {}), dict(ends or {}))
+        move = Move(state, to or home.to, home.epoch, by, now, left, dict(bases or {}), dict(ends or {}), copy)
         record = Record(f"{_KEY}{stream}".encode(), msgspec.json.encode(move), move.at)
         stored = await self._broker.appender.append(CONTROL, 0, [record], timeout=_APPEND_S)
         for _, error in stored.failed:

@@ -1,6 +1,8 @@
 """Histories of a stream that moves while everything is killed: make soak ARGS="--migrations 20 --broker kafka"."""
 
 import asyncio
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -46,10 +48,11 @@ def run(broker: str, histories: int, rate: float, seed: int) -> int:
                         seed=seed + number,
                     )
                 )
-            except AssertionError as error:
-                failed.append(f"{name}: {error}; what the services said is in {folder}")
+            except (AssertionError, TimeoutError, subprocess.TimeoutExpired) as error:
+                failed.append(f"{name}: {error!r}; what the services said is in {folder}")
                 print("FAILED:", failed[-1], file=sys.stderr)
                 continue
+            shutil.rmtree(folder, ignore_errors=True)
             rows.append(history.row)
             killed += history.killed
             refused.update(map(last_words, history.refused))

@@ -13,7 +13,7 @@ from tests.support.kafka import unique_name
 async def test_from_log_to_log(log_url: str, tmp_path: Path, report: Report) -> None:
     """If it fails, somebody who moves a stream to another disk loses acknowledged events, or their order."""
     brokers = {"second": f"log://{tmp_path / 'second'}"}
-    report((await run_history("27 a stream moves, all is killed", log_url, brokers, tmp_path, kills=2)).row)
+    report((await run_history("24 a stream moves, all is killed", log_url, brokers, tmp_path, kills=2)).row)
 
 
 @pytest.mark.kafka
@@ -25,4 +25,4 @@ async def test_to_kafka(own: str, kafka_cluster: KafkaCluster, log_url: str, tmp
         "second": f"{kafka}?prefix={unique_name('second')}."
     }  # as another cluster: it shares no topic and no group
     url = log_url if own == "log" else kafka
-    report((await run_history(f"27 a stream moves, {own} to Kafka", url, brokers, tmp_path, kills=2)).row)
+    report((await run_history(f"24 a stream moves, {own} to Kafka", url, brokers, tmp_path, kills=2)).row)

@@ -6,8 +6,9 @@ have, and the copy is given up (CopyDiffers). It is compared record by record be
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 from pyroaring import BitMap64
 
@@ -47,6 +48,8 @@ class StreamCopy:
         self._compared: dict[int, int] = {}
         self.events = 0
         """Those that were compared, and are the same."""
+        self.progress = 0
+        """Grows with each page that is copied or compared."""
         self.origins = OriginCount()
 
     async def ends(self) -> dict[int, int]:
@@ -66,7 +69,7 @@ class StreamCopy:
             raise CopyDiffers(
                 f"{self._stream} has {len(ends)} partitions, and its copy {len(copied)}: it grew meanwhile", GIVE_UP
             )
-        return sum(await _all(self._advance(one, copied[one], ends[one]) for one in ends))
+        return sum(await _all([partial(self._advance, one, copied[one], ends[one]) for one in ends]))
 
     async def _advance(self, partition: int, offset: int, end: int) -> int:
         count = 0
@@ -82,29 +85,33 @@ class StreamCopy:
                     )
                 offset += len(chunk)
                 count += len(chunk)
+                self.progress += len(chunk)
         return count
 
     async def _append(self, partition: int, offset: int, chunk: Sequence[Record]) -> int:
         """Gives the first offset. An append in doubt is repeated as it is, unless it is seen to be stored: Kafka's appender knows
         it by its records, and stores it once. Raises BrokerError kinds."""
-        base = self._target_bases.get(partition, 0)
         for left in range(_DOUBTS, -1, -1):
-            stored = await self._target.appender.append(self._stream, partition, chunk, timeout=_APPEND_S)
-            if not stored.failed:
-                return stored.first + base
-            error = stored.failed[0][1]
-            if not isinstance(error, OutcomeUnknown) or not left:
-                raise error
-            if (await self.copied())[partition] == offset + len(chunk):
-                break
+            try:
+                stored = await self._target.appender.append(self._stream, partition, chunk, timeout=_APPEND_S)
+            except OutcomeUnknown:
+                if not left:
+                    raise
+            else:
+                for _, error in stored.failed:
+                    raise error
+                if stored.first >= 0:
+                    return stored.first + self._target_bases.get(partition, 0)
             await asyncio.sleep(_AGAIN_S)
-        return offset
+            if (await self.copied())[partition] == offset + len(chunk):
+                return offset
+        raise Unavailable(f"{self._stream}[{partition}]: the copy of offset {offset} is not seen")
 
     async def compare(self) -> None:
         """Compare what was copied since the last call with the stream. Raises CopyDiffers, and BrokerError kinds."""
         held, copied = await asyncio.gather(self._source.reader.describe(self._stream), self.copied())
         starts = {one: held[one].start + self._source_bases.get(one, 0) for one in copied}
-        await _all(self._compare(one, starts[one], end) for one, end in copied.items())
+        await _all([partial(self._compare, one, starts[one], end) for one, end in copied.items()])
 
     async def _compare(self, partition: int, start: int, end: int) -> None:
         start = max(self._compared.get(partition, self._target_bases.get(partition, 0)), start)
@@ -120,6 +127,7 @@ class StreamCopy:
             both = min(len(wanted), len(found))
             self.origins.add(wanted[:both], found[:both])
             self.events += both
+            self.progress += both
             start += both
             self._compared[partition] = start
         self._compared[partition] = max(start, end)
@@ -142,19 +150,19 @@ class StreamCopy:
             raise CopyDiffers(
                 f"{self._stream}[{partition}]: records from offset {offset} on are damaged, or not all there. A copy with the "
                 "same offsets is not possible",
-                "penstock log verify, and 'When a partition stops' in docs/operating.md",
+                "'When a partition stops' in docs/operating.md",
             )
         return batch.records
 
 
-async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def _all(work: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     """A few at a time, in order. When one fails, the others go on to their end: an append that was cancelled might arrive later.
     Raises the first CopyDiffers, else the first error."""
     turns = asyncio.Semaphore(_AT_ONCE)
 
-    async def take_turn(one: Coroutine[Any, Any, T]) -> T:
+    async def take_turn(one: Callable[[], Awaitable[T]]) -> T:
         async with turns:
-            return await one
+            return await one()
 
     results = await asyncio.gather(*map(take_turn, work), return_exceptions=True)
     errors = [one for one in results if isinstance(one, BaseException)]

@@ -21,14 +21,16 @@ class GroupPositions:
 
     def __init__(self, stream: str, pipes: PipeFile, named: Callable[[str], Awaitable[Broker]]) -> None:
         self._stream, self._named = stream, named
-        lanes = sorted(lanes_of(pipes) | removed_lanes(pipes).keys())
-        self._groups = [delivery_group(*lane.split("/", 1)) for lane in lanes]
-        """All that may have a position in the stream."""
+        known, former = lanes_of(pipes), removed_lanes(pipes).keys()
+        self._groups = {delivery_group(*lane.split("/", 1)): lane in known for lane in sorted(known | former)}
+        """All that may have a position in the stream, and whether the pipe file has its destination. About a gap of a former name
+        no operator can decide any more."""
 
     async def check(self, home: Home) -> None:
         """Raises CommandFailed for a group whose next events are gone already: at its new place nobody would notice."""
         for group, positions in (await self._find(home)).items():
-            if gone := [partition for partition, at in positions.items() if at < 0]:
+            gone = [partition for partition, at in positions.items() if at < 0]
+            if gone and self._groups[group]:
                 raise CommandFailed(
                     f"the group {group} has not read events of {self._stream}[{gone[0]}] that retention has removed",
                     f"penstock group skip, {_HOW}",
@@ -54,7 +56,8 @@ class GroupPositions:
         target = await self._named(home.to)
         moved = await self._find(home)
         for group, positions in moved.items():
-            await target.admin.set_committed(group, self._stream, {one: at - 1 for one, at in positions.items()})
+            processed = {one: max(at, 0) - 1 for one, at in positions.items()}
+            await target.admin.set_committed(group, self._stream, processed)
         return len(moved)
 
     async def _find(self, home: Home) -> dict[str, dict[int, int]]:
@@ -74,7 +77,7 @@ class GroupPositions:
                     one: min(at + here.get(one, 0), ends.get(one, _NO_END)) - there.get(one, 0)
                     for one, at in positions.items()
                 }
-            elif await admin.has_begun(group, self._stream):
+            elif self._groups[group] and await admin.has_begun(group, self._stream):
                 raise CommandFailed(
                     f"the broker no longer has the position of group {group} in {self._stream}: nobody has read for days",
                     f"penstock group reset, {_HOW}",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from services.core import homes as timing
 from services.core.broker.contract import Broker, TopicSpec
-from services.core.broker.errors import BrokerError, TopicExists, UnknownTopic
+from services.core.broker.errors import BrokerError, NotAllowed, TopicExists, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.several.broker import SeveralBrokers
 from services.core.broker.several.brokers import DEFAULT
@@ -21,10 +21,10 @@ from services.fleet.problem import CommandFailed, unknown_name
 
 _MARGIN_S = 0.2
 """Beside the lease: clocks of two processes run a little differently."""
-NEARLY_S, _MOST_S = 0.4, 1.2
-"""The writers are held when a pass over what is new takes less than the first: they wait for another pass, beside the lease. On
-brokers that are far away no pass may be so short, so each one that is longer adds a tenth, up to the second. Together with the
-lease that is still less than HOLD_S."""
+NEARLY_S, MOST_S = 0.4, 1.2
+"""A pass over what is new that is shorter than NEARLY_S ends the copying: the writers are held for another pass, beside the
+lease. On brokers that are far away no pass may be so short. So after each longer pass the limit grows by a tenth, up to MOST_S,
+which is together with the lease still less than HOLD_S."""
 _AGAIN_S = 0.2
 _PATIENCE_S = 60.0
 _MOST_TURNS = 20
@@ -103,7 +103,7 @@ def check_movable(pipes: PipeFile, stream: str, to: str | None, url: str) -> Non
 
 
 class Migration:
-    """Of one stream. by: who does it. show: the progress. pace: called before each step, for tests."""
+    """Of one stream. by: who does it. show: the progress. before: called before each step and behind each record, for tests."""
 
     def __init__(
         self,
@@ -119,8 +119,11 @@ class Migration:
         self._stream, self._by, self._show, self._before = stream, by, show, before
         self._positions = GroupPositions(stream, pipes, self._named)
         self._copy: StreamCopy | None = None
+        self._copy_of = ""
         self._held_s = 0.0
         self._groups = self._late = self._turns = 0
+        self._stored: dict[tuple[str, int], int] = {}
+        """By incarnation of a former topic and partition: the next offset of its late events."""
 
     @property
     def home(self) -> Home:
@@ -144,6 +147,8 @@ class Migration:
         if self.home.state is None:
             await self._patiently(partial(self._begin, to))
         while self.home.state is not None:
+            if self.home.to != to:
+                raise self._moved_meanwhile()
             await self._patiently(self._step)
         return self.result()
 
@@ -161,22 +166,23 @@ class Migration:
         await self._homes.refresh()
 
     async def _patiently(self, step: Callable[[], Awaitable[None]]) -> None:
-        """Repeat a step that may be repeated, while a broker is not available. After a step that went on for a while, the time
-        begins anew."""
-        deadline = time.monotonic() + _PATIENCE_S
+        """Repeat a step that may be repeated, while a broker is not available. The time begins anew when the copy has grown."""
+        progress, deadline = self._progress, time.monotonic() + _PATIENCE_S
         while True:
-            began = time.monotonic()
             try:
                 await step()
             except BrokerError as error:
-                now = time.monotonic()
-                if now - began > _PATIENCE_S / 2:
-                    deadline = now + _PATIENCE_S
-                if not error.retriable or now > deadline:
+                if self._progress > progress:
+                    progress, deadline = self._progress, time.monotonic() + _PATIENCE_S
+                if not error.retriable or isinstance(error, NotAllowed) or time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(_AGAIN_S)
             else:
                 return
+
+    @property
+    def _progress(self) -> int:
+        return 0 if self._copy is None else self._copy.progress
 
     async def _record(self, state: State, **more: Any) -> bool:
         self._before(state)
@@ -208,9 +214,10 @@ class Migration:
             )
         self._before("create")
         if home.former == to:  # its end is not certain: an append whose writer was frozen may have arrived later
-            self._late = await self._store_late(home)
-        if to in (home.former, home.undone):
+            await self._store_late(home, target, there)
             await self._delete_topic(home, target, there)
+        elif home.undone == to:
+            await self._delete_topic(home, target, home.copy)
         spec = TopicSpec(self._stream, partitions, retention_ms=int(self._pipes.streams[self._stream].retention * 1000))
         try:
             await target.admin.create_topic(spec)
@@ -220,7 +227,7 @@ class Migration:
         stored = await source.reader.describe(self._stream)
         known = home.bases.get(home.readers, {})
         bases = {partition: held.start + known.get(partition, 0) for partition, held in stored.items()}
-        await self._record("copying", to=to, bases=bases)
+        await self._record("copying", to=to, bases=bases, copy=await target.admin.incarnation(self._stream))
         await self._homes.refresh()
 
     async def _check_empty(self, target: Broker, to: str, partitions: int) -> None:
@@ -247,8 +254,10 @@ class Migration:
         return await self._fleet.brokers.named(name)
 
     async def _stream_copy(self) -> StreamCopy:
-        if self._copy is None:
-            home = self.home
+        """That of the migration which is under way: somebody else may have given one up and begun the next."""
+        home = self.home
+        if self._copy is None or self._copy_of != home.copy:
+            self._copy_of = home.copy
             source, target = await self._named(home.readers), await self._named(home.to)
             bases = home.bases
             self._copy = StreamCopy(self._stream, source, target, bases.get(home.readers, {}), bases.get(home.to, {}))
@@ -267,7 +276,7 @@ class Migration:
             self._show("copies and compares", copy.events, sum(ends.values()) - sum(self._bases().values()))
             if time.monotonic() - began < limit:
                 return
-            limit = min(1.1 * limit, _MOST_S)
+            limit = min(1.1 * limit, MOST_S)
 
     def _bases(self) -> Mapping[int, int]:
         return self.home.bases.get(self.home.to, {})
@@ -285,8 +294,9 @@ class Migration:
             self._before("drain")
             await copy.advance()
             ends = await copy.ends()
-            if ends != await copy.copied():  # a late append: the next turn finds it, or that the writers went on
-                self._turns += 1
+            copied = await copy.copied()
+            if ends != copied:  # a late append: the next turn finds it, or that the writers went on
+                self._turns += any(copied[one] > end for one, end in ends.items())
                 if self._turns > _MOST_TURNS:
                     raise CopyDiffers(f"{self._stream}: the copy has more events than the stream", GIVE_UP)
                 return
@@ -294,10 +304,6 @@ class Migration:
             if copy.origins.counts()[1]:
                 raise CopyDiffers(f"{self._stream}: the copy lacks events", f"penstock migrate {self._stream} --undo")
             await self._record("written", ends=ends)
-        except BrokerError as error:
-            if not error.retriable:
-                raise
-            await asyncio.sleep(_AGAIN_S)
         except CopyDiffers:
             await self._record("released")
             raise
@@ -310,6 +316,7 @@ class Migration:
         self._show("waits until the readers have left", 0, 1)
         await asyncio.sleep(timing.LEASE_S + _MARGIN_S)
         await self._positions.wait_until_left(home)
+        await self._require(home)
         self._before("groups")
         self._groups = await self._positions.move(home)
         await self._record("moved")
@@ -319,8 +326,7 @@ class Migration:
         await self._homes.refresh()
         home = self.home
         if home.state is None and home.undone:
-            copy = await self._named(home.undone)
-            await self._delete_topic(home, copy, await self._incarnation(copy))
+            await self._delete_topic(home, await self._named(home.undone), home.copy)
             return self.result()
         if home.state is None and not home.former:
             raise CommandFailed(f"{self._stream} is not being moved", f"penstock migrate {self._stream} --status")
@@ -335,13 +341,11 @@ class Migration:
                 f"penstock migrate {self._stream} --to {home.to}, which completes the move; "
                 f"then --to {home.readers}, which moves it back",
             )
-        copy = await self._named(home.to)
-        incarnation = await self._incarnation(copy)
         if home.state == "held":
             await self._record("released")
         if await self._record("undone"):
             await self._homes.refresh()
-            await self._delete_topic(self.home, copy, incarnation)
+            await self._delete_topic(self.home, await self._named(home.to), self.home.copy)
         return self.result()
 
     async def finish(self) -> Result:
@@ -353,48 +357,50 @@ class Migration:
             raise CommandFailed(f"{self._stream} {text}: there is nothing to finish", "--status")
         former = await self._named(home.former)
         incarnation = await self._incarnation(former)
-        self._late = await self._store_late(home)
+        await self._store_late(home, former, incarnation)
         await self._delete_topic(home, former, incarnation)
         await self._record("finished")
         return self.result()
 
-    async def _store_late(self, home: Home) -> int:
-        """Send what was written to the former topic after the stream was handed over to the stream. Gives their number.
+    async def _store_late(self, home: Home, former: Broker, incarnation: str | None) -> None:
+        """Send what was written to the former topic after the stream was handed over to the stream. May be repeated.
 
         Nobody has answered for these events: their writers were frozen, and have repeated them. Or a writer does not follow the
         homes, because it runs with a pipe file without `brokers`. So they are stored, maybe twice. Raises as `_require`.
         """
-        count = 0
-        former = await self._named(home.former)
-        try:
-            stored = await former.reader.describe(self._stream)
-        except UnknownTopic:
-            return 0
+        if incarnation is None:
+            return
+        stored = await former.reader.describe(self._stream)
         async with Producer(self._fleet.appender) as producer:
             for partition, held in stored.items():
                 base = home.bases.get(home.former, {}).get(partition, 0)
-                offset = max(held.start, home.ends.get(partition, held.end + base) - base)
+                beginning = home.ends.get(partition, held.end + base) - base
+                offset = max(held.start, self._stored.get((incarnation, partition), beginning))
                 while offset < held.end:
                     await self._require(home)
                     batch = await former.reader.read(self._stream, partition, offset, max_records=500)
                     if batch is None:
                         break
                     (await producer.send_to(self._stream, {partition: batch.records})).raise_first()
-                    offset, count = batch.offsets[-1] + 1, count + len(batch.records)
-        return count
+                    offset = self._stored[incarnation, partition] = batch.offsets[-1] + 1
+                    self._late += len(batch.records)
 
     async def _require(self, home: Home) -> None:
         """Raises CommandFailed when somebody has moved the stream meanwhile: this command may have been frozen for hours."""
         await self._homes.refresh()
         if self.home.epoch != home.epoch:
-            raise CommandFailed(
-                f"somebody else has moved {self._stream} meanwhile, so nothing was deleted",
-                f"penstock migrate {self._stream} --status",
-            )
+            raise self._moved_meanwhile()
+
+    def _moved_meanwhile(self) -> CommandFailed:
+        return CommandFailed(
+            f"somebody else has moved {self._stream} meanwhile, so this command has ended",
+            f"penstock migrate {self._stream} --status",
+        )
 
     async def _delete_topic(self, home: Home, broker: Broker, incarnation: str | None) -> None:
-        """Delete this one, and no other of its name: the stream may live there again. Raises as `_require`."""
+        """Delete this one, and no other of its name, and never the stream itself. Raises as `_require`."""
+        live = {await self._incarnation(await self._named(name)) for name in (home.readers, home.writers)}
         await self._require(home)
-        if incarnation is not None and await self._incarnation(broker) == incarnation:
+        if incarnation and incarnation not in live and await self._incarnation(broker) == incarnation:
             with suppress(UnknownTopic):
                 await broker.admin.delete_topic(self._stream)

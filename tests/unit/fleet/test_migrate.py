@@ -1,13 +1,15 @@
 """Migrations of a live stream from log to log: writers and a group go on, and the migration is killed at any step and goes on."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
 
-from services.core.broker.contract import Broker, PartitionRange, TopicSpec
+from services.core.broker.contract import Appended, Broker, PartitionRange, TopicSpec
+from services.core.broker.errors import NotAllowed, OutcomeUnknown, Unavailable
 from services.core.broker.log import LogBroker
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.retention import remove_before
@@ -15,7 +17,7 @@ from services.core.broker.log.topic_store import TopicStore
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.pipes import PipeFile
-from services.fleet.migrate import positions
+from services.fleet.migrate import copying, positions
 from services.fleet.migrate.steps import Migration, check_movable
 from services.fleet.problem import CommandFailed
 from tests.support.migrations import GROUP, KEYS, STREAM, Killed, World, run_history, shorten_times
@@ -243,6 +245,90 @@ async def test_an_undo_that_was_killed_is_completed(world: World, tmp_path: Path
                     assert STREAM not in await there.admin.topics()
         result = await Migration(broker, places, world.pipes, STREAM, "test").run("second")
         assert (result.home.readers, result.events) == ("second", 3)
+
+
+async def test_a_move_back_that_was_given_up_leaves_no_former_topic(world: World) -> None:
+    """Its copy would be taken for late events of the stream, and sent again."""
+    await _fill(world, 2)
+    async with world.process() as (broker, places):
+        await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+        await _fill(world, 5)
+
+        def die(step: str) -> None:
+            if step == "held":
+                raise Killed
+
+        back = Migration(broker, places, world.pipes, STREAM, "test", before=die)
+        with pytest.raises(Killed):
+            await back.run("default")
+        back._delete_topic = AsyncMock(side_effect=Killed)  # type: ignore[method-assign]
+        with pytest.raises(Killed):
+            await back.undo()
+        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        with pytest.raises(CommandFailed, match="there is nothing to finish"):
+            await migration.finish()
+        result = await migration.run("default")
+        assert (result.late, result.events, result.home.former) == (0, 7, "second")
+
+
+async def test_a_missing_right_ends_the_command_at_once_and_repeats_nothing(world: World, tmp_path: Path) -> None:
+    """Late events would be sent again with each try."""
+    await _fill(world, 3)
+    async with world.process() as (broker, places):
+        await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+        async with LogBroker.open(str(tmp_path / "own")) as own:
+            await own.appender.append(STREAM, 0, [Record(None, b"late", 0)], timeout=5)
+        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        delete = migration._delete_topic
+        failures = [Unavailable("away"), NotAllowed("no right")]
+        migration._delete_topic = AsyncMock(side_effect=failures)  # type: ignore[method-assign]
+        with pytest.raises(NotAllowed):
+            await migration.run("default")
+        migration._delete_topic = delete  # type: ignore[method-assign]
+        assert (await migration.run("default")).late == 1
+        assert sum(held.end for held in (await broker.reader.describe(STREAM)).values()) == 4
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_an_append_in_doubt_is_copied_once(world: World, monkeypatch: pytest.MonkeyPatch, stored: bool) -> None:
+    """It is looked for, then repeated as it is."""
+    monkeypatch.setattr(copying, "_AGAIN_S", 0.01)
+    await _fill(world, 3)
+    async with world.process() as (broker, places):
+        appender = (await broker.brokers.named("second")).appender
+        append, asked = appender.append, list[object]()
+
+        async def doubt(topic: str, partition: int, records: Sequence[Record], *, timeout: float) -> Appended:
+            asked.append(records)
+            if len(asked) > 1 or stored:
+                found = await append(topic, partition, records, timeout=timeout)
+            if len(asked) == 1:
+                raise OutcomeUnknown("no answer")
+            return found
+
+        monkeypatch.setattr(appender, "append", doubt)
+        result = await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+        assert (result.events, len(asked)) == (3, 1 if stored else 2)
+        assert all(one is asked[0] for one in asked)
+
+
+async def test_a_copy_that_somebody_else_began_anew_is_compared_anew(world: World) -> None:
+    """A command that slept would hand over what it never compared."""
+    await _fill(world, 3)
+    async with world.process() as (broker, places):
+
+        def die(step: str) -> None:
+            if step == "held":
+                raise Killed
+
+        slow = Migration(broker, places, world.pipes, STREAM, "slow", before=die)
+        with pytest.raises(Killed):
+            await slow.run("second")
+        await Migration(broker, places, world.pipes, STREAM, "rival").undo()
+        with pytest.raises(Killed):
+            await Migration(broker, places, world.pipes, STREAM, "rival", before=die).run("second")
+        slow._before = lambda _step: None
+        assert (await slow.run("second")).events == 3
 
 
 async def test_what_retention_removes_before_it_is_copied(world: World, tmp_path: Path) -> None:

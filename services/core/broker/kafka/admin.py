@@ -171,9 +171,9 @@ class KafkaAdmin:
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
         """As in the contract."""
         positions = {partition: last + 1 for partition, last in processed.items()}
-        note = await commit_without_member(self._cluster, group, topic, positions)
         sources = [TopicPartition(topic, partition) for partition in positions]
-        found = await self.begun.find(group, sources)
+        found = await self.begun.find(group, sources)  # before the commit: what can fail behind it is the record only
+        note = await commit_without_member(self._cluster, group, topic, positions)
         row = GroupStart(note.topic, note.partitions or len(positions))
         new = [source for source in sources if source not in found or found[source].topic != note.topic]
         await self.begun.record(group, dict.fromkeys(new, row))

@@ -82,7 +82,7 @@ async def _bootstrap_and_close(self: AIOKafkaClient) -> None:
     _first_connection.set(None)
     try:
         await _bootstrap(self)
-    except asyncio.CancelledError:
+    except BaseException:
         if (connection := _first_connection.get()) is not None:
             connection.close()
         raise
