@@ -17,7 +17,7 @@ async def test_rates_and_sets_the_target(tmp_path: Path, service: str, wheel_pro
     desk = Desk(tmp_path, wheel_programs)
     config = tmp_path / "penstock.yaml"
     config.write_text(f"autoscaler:\n  groups:\n    {service}: {{max: 7}}  # ours\n")
-    short = ("--step", "1s", "--first", "1500", "--batch", "1", "--size", "2KB")  # the end is near on any machine
+    short = ("--step", "1s", "--first", "200", "--batch", "1", "--size", "2KB")  # the end is near on any machine
     said = await desk.run("rate", service, *short, "--config", config, "--json")
     assert said.process.returncode == 0, said.err
     found = json.loads(said.out)

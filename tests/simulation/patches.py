@@ -416,7 +416,7 @@ PATCHES = (
         (
             Change(
                 "services/core/broker/kafka/offsets.py",
-                "CommitMetadata(min(counts, default=None), now)",
+                "CommitMetadata(min(counts, default=len(sources)), now)",
                 "CommitMetadata(None, now)",
             ),
             Change(
