@@ -101,9 +101,8 @@ class Home(msgspec.Struct, frozen=True):
             case (None, "copying") if move.to != self.readers and self.former in ("", move.to):
                 bases = dict(self.bases) | {move.to: move.bases}
                 new = msgspec.structs.replace(new, state="copying", to=move.to, bases=bases, copy=move.copy)
-                return msgspec.structs.replace(
-                    new, former="", ends={}, undone=""
-                )  # that topic is deleted before this record
+                # A former topic there, or the copy of a migration that was given up, was deleted before this record.
+                return msgspec.structs.replace(new, former="", ends={}, undone="")
             case ("copying", "held"):
                 return msgspec.structs.replace(new, state="held")
             case ("held", "released"):
