@@ -10,7 +10,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import aiohttp
 import apsw
@@ -26,6 +26,7 @@ from services.table.problems import Refused
 from services.table.store import Meta, Rebuild, Store, now_ms
 
 log = structlog.get_logger()
+Arguments, Result = ParamSpec("Arguments"), TypeVar("Result")
 
 MEDIA = b"application/vnd.sqlite3"
 HASH = "Penstock-SHA256"
@@ -48,7 +49,7 @@ class Snapshots:
         path = store.path.with_name(f"{follower.stream}.sending")
         try:
             try:
-                size, digest = await asyncio.to_thread(_make_copy, store, path)
+                size, digest = await _to_the_end(_make_copy, store, path)
             except (OSError, apsw.Error, Rebuild) as error:
                 log.warning("snapshot_failed", stream=follower.stream, error=str(error))
                 detail = "The copy could not be made; perhaps there is no room on the disk."
@@ -59,8 +60,23 @@ class Snapshots:
             for at in range(0, size, CHUNK):
                 await connection.write(await asyncio.to_thread(_read, path, at))
         finally:
-            await asyncio.to_thread(path.unlink, missing_ok=True)
+            await _to_the_end(self._remove, path)
+
+    def _remove(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        finally:
             self._is_busy = False
+
+
+async def _to_the_end(function: Callable[Arguments, Result], *arguments: Arguments.args, **more: Arguments.kwargs) -> Result:
+    """Run it in a thread. A client that leaves cancels its request: that neither keeps a removal from its thread, nor lets one
+    overtake a copy."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **more))
+    try:
+        return await asyncio.shield(running)
+    finally:
+        await asyncio.wait({running})
 
 
 def _make_copy(store: Store, path: Path) -> tuple[int, str]:

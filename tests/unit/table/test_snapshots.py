@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from services.table import snapshots
 from services.table.follower import Follower
 from services.table.snapshots import NoSnapshot, SnapshotSource
 from services.table.store import FORMAT, Change, Meta, Position, Store, now_ms
-from tests.unit.table.running import AGE_MS, STREAM, Table, following, running
+from tests.unit.table.running import AGE_MS, STREAM, Table, following, make_get, running
 
 KEYS = 30
 
@@ -67,6 +68,34 @@ async def test_a_new_replica_begins_with_a_copy_and_follows(tmp_path: Path) -> N
             assert row.value == b"9"
         assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [f"{STREAM}.db"]
         await table.until(lambda: not list(tmp_path.glob("*.sending")))
+
+
+async def test_a_client_leaves_before_the_copy_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: on a busy machine the copy stays on the disk, and no replica gets one any more: another is under way for ever."""
+    free, read = threading.Event(), snapshots._read
+    loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+    loop.set_default_executor(threads)
+
+    def read_and_be_busy(path: Path, at: int) -> bytes:
+        threads.submit(free.wait)
+        return read(path, at)
+
+    async with running(tmp_path) as table:
+        await fill(table)
+        monkeypatch.setattr(snapshots, "_read", read_and_be_busy)
+        reader, writer = await asyncio.open_connection("127.0.0.1", table.port)
+        writer.write(make_get(f"/v1/snapshot/{STREAM}"))
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
+        await reader.readexactly(size)
+        (sending,) = [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == "_wait"]
+        writer.close()
+        await table.until(lambda: sending.done() or sending.cancelling())
+        free.set()
+        monkeypatch.undo()
+        await table.until(lambda: not list(tmp_path.glob("*.sending")))
+        await table.until(sending.done)
+        assert (await table.ask(f"/v1/snapshot/{STREAM}")).status == 200
 
 
 @pytest.mark.parametrize("reason", ["unreachable", "refused", "hash", "damaged_file", "no_room", "key"])
