@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -45,7 +46,8 @@ async def serve_management(
     async def readyz(_request: web.Request) -> web.Response:
         reason = why_not_ready()
         found = note()
-        body = orjson.dumps({"ready": reason is None, "reason": reason, **({} if found is None else {"note": found})})
+        answer = {"ready": reason is None, "reason": reason, "pid": os.getpid()}
+        body = orjson.dumps(answer if found is None else {**answer, "note": found})
         return web.Response(status=200 if reason is None else 503, body=body, content_type="application/json")
 
     async def metrics(_request: web.Request) -> web.Response:

@@ -2,17 +2,25 @@
 
 import errno
 import socket
+from collections import deque
 
 from services.core.address import parse_address
 from services.fleet.problem import CommandFailed
 
 
+_newest: deque[int] = deque(maxlen=1000)
+
+
 def free_port() -> int:
-    """A loopback port that nobody listens on now. Another process may use it a moment later."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A loopback port that nobody listens on now. Another process may use it a moment later. None of the last thousand is given
+    again: whom it was given to may not listen yet."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port not in _newest:
+            _newest.append(port)
+            return port
 
 
 def check_port_free(address: str, who: str, flag: str) -> None:

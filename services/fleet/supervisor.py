@@ -32,15 +32,17 @@ SAID_AFTER_S = 2.0
 TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 
 
-async def check_ready(session: aiohttp.ClientSession, management: str) -> str | None:
+async def check_ready(session: aiohttp.ClientSession, process: ServiceProcess) -> str | None:
     """None when ready, else the reason, for a person. Takes up to 3 s."""
+    pid = process.pid
     try:
-        async with session.get(f"http://{management}/readyz", timeout=TIMEOUT) as response:
+        async with session.get(f"http://{process.management}/readyz", timeout=TIMEOUT) as response:
             body = orjson.loads(await response.read())
     except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError):
         return "does not answer yet"
-    reason = body.get("reason") if isinstance(body, dict) else None
-    return None if response.status == 200 else str(reason or f"status {response.status}")
+    if not isinstance(body, dict) or body.get("pid") != pid:
+        return f"another program answers at {process.management}"  # it has taken the port, and this process ends
+    return None if response.status == 200 else str(body.get("reason") or f"status {response.status}")
 
 
 GRACE_S = 5.0
@@ -184,7 +186,7 @@ class Fleet:
         waiting = self.processes
         async with aiohttp.ClientSession() as session:
             while waiting:
-                answers = await asyncio.gather(*(check_ready(session, process.management) for process in waiting))
+                answers = await asyncio.gather(*(check_ready(session, process) for process in waiting))
                 self._stop.check()
                 reasons = {
                     process: reason for process, reason in zip(waiting, answers, strict=True) if reason is not None

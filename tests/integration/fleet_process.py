@@ -104,6 +104,9 @@ class Desk:
         try:
             await command.until_said("Penstock runs")
             yield command
+        except BaseException:
+            print(f"penstock up had said:\n{command.out}{command.err}")
+            raise
         finally:
             await command.kill()
 

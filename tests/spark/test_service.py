@@ -133,7 +133,7 @@ def test_ready_and_stopped(service: LogService) -> None:
     wait_for(lambda: 'penstock_transform_events_read_total{pipe="p"} 1000.0' in get("/metrics")[1], "1000 events read")
     lag = 'penstock_broker_lag_records{group="p",partition="%d",topic="s"} 0.0'
     wait_for(lambda: all(lag % partition in get("/metrics")[1] for partition in (0, 1)), "no event waits")
-    assert orjson.loads(get("/readyz")[1]) == {"ready": True, "reason": None}
+    assert orjson.loads(get("/readyz")[1]) == {"ready": True, "reason": None, "pid": service.pid}
     metrics = get("/metrics")[1]
     assert 'penstock_transform_query_up{pipe="p"} 1.0' in metrics
     assert 'penstock_transform_events_written_total{pipe="p"} 500.0' in metrics

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import functools
+import itertools
 import os
 import signal
 import subprocess
@@ -20,9 +21,11 @@ import psutil
 import pytest
 
 from services.core.broker.log.data_folder import refuse_network
+from services.core.management import serve_management
 from services.fleet import probe
 from services.fleet.folder import FleetState, hold_folder, read_state, write_state
 from services.fleet.plan import FleetPlan
+from services.fleet.ports import free_port
 from services.fleet.probe import Probes
 from services.fleet.problem import CommandFailed
 from services.fleet.process import ServiceProcess, ServiceSpec
@@ -96,6 +99,17 @@ async def test_ready_then_drained_in_order(bench: Bench) -> None:
         await until_state(bench, lambda state: [one.pid for one in state.processes] == pids)
     assert all(pid is not None and not is_alive(pid) for pid in pids)
     assert bench.notes()[-3:] == ["ingest drained", "transform drained", "expel drained"]
+
+
+async def test_another_program_answers_for_a_process(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a fleet is called ready before its ingest listens, because another program took the port that ingest was to have."""
+    async with serve_management("127.0.0.1:0", lambda: None) as other:
+        given = itertools.chain([int(other.rpartition(":")[2])], iter(free_port, 0))
+        monkeypatch.setattr("services.fleet.process.free_port", lambda: next(given))
+        async with bench.run("ingest") as fleet:
+            assert fleet.processes[0].management != other
+            assert fleet.processes[0].restarts == 1
+            assert [line.split()[1] for line in bench.notes()] == ["started", "started"]
 
 
 async def test_the_state_file_does_not_come_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
