@@ -7,7 +7,6 @@ from collections import deque
 from services.core.address import parse_address
 from services.fleet.problem import CommandFailed
 
-
 _newest: deque[int] = deque(maxlen=1000)
 
 

@@ -26,7 +26,8 @@ from services.table.problems import Refused
 from services.table.store import Meta, Rebuild, Store, now_ms
 
 log = structlog.get_logger()
-Arguments, Result = ParamSpec("Arguments"), TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 MEDIA = b"application/vnd.sqlite3"
 HASH = "Penstock-SHA256"
@@ -69,7 +70,9 @@ class Snapshots:
             self._is_busy = False
 
 
-async def _to_the_end(function: Callable[Arguments, Result], *arguments: Arguments.args, **more: Arguments.kwargs) -> Result:
+async def _to_the_end(
+    function: Callable[Arguments, Result], *arguments: Arguments.args, **more: Arguments.kwargs
+) -> Result:
     """Run it in a thread. A client that leaves cancels its request: that neither keeps a removal from its thread, nor lets one
     overtake a copy."""
     running = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **more))

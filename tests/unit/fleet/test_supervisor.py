@@ -102,7 +102,7 @@ async def test_ready_then_drained_in_order(bench: Bench) -> None:
 
 
 async def test_another_program_answers_for_a_process(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken: a fleet is called ready before its ingest listens, because another program took the port that ingest was to have."""
+    """Broken: a fleet is called ready before its ingest listens, because another program took the port of ingest."""
     async with serve_management("127.0.0.1:0", lambda: None) as other:
         given = itertools.chain([int(other.rpartition(":")[2])], iter(free_port, 0))
         monkeypatch.setattr("services.fleet.process.free_port", lambda: next(given))
