@@ -83,7 +83,9 @@ class SeveralBrokers:
                 broker = await self.brokers.named(name)
                 joining = broker.consumer(group, some, start=start, on_revoke=revocations)
                 members.append((await stack.enter_async_context(joining), some))
-            yield HomeConsumer(SeveralConsumer(members, revocations), topics, self.brokers.places)
+            several = SeveralConsumer(members, revocations)
+            stack.push_async_callback(several.close)
+            yield HomeConsumer(several, topics, self.brokers.places)
 
     async def probe(self, topic: str, *, timeout: float) -> None:
         await (await self.brokers.of(topic)).probe(topic, timeout=timeout)

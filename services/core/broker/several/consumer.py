@@ -33,54 +33,62 @@ class SeveralConsumer:
     def __init__(self, members: Sequence[tuple[Consumer, Collection[str]]], revocations: Revocations) -> None:
         self._members = deque(consumer for consumer, _ in members)
         self._by_topic = {topic: consumer for consumer, topics in members for topic in topics}
+        self._polls: dict[Consumer, asyncio.Task[None]] = {}
+        """Under way: at most one of each broker."""
         self._read: list[Batch] = []
-        """Polled, not returned yet: the poll was cancelled, or its partition was paused meanwhile."""
+        """Polled, not returned yet: another broker was quicker, or its partition was paused meanwhile."""
         self._errors: deque[BrokerError] = deque()
-        """Raised by a poll that had records of another broker to return."""
+        """Of a poll of one broker, while another one had records to return."""
+        self._bugs: deque[Exception] = deque()
         self._paused: set[TopicPartition] = set()
         revocations.forget = self._forget
 
     async def poll(self, *, max_records: int, max_wait: float) -> list[Batch]:
-        """As in the contract: the first broker with records ends the wait. A broker that fails does not hold up the others: its
-        error is raised in turn with their records."""
+        """As in the contract: the first broker with records ends the wait. The polls of the others go on, and their records come
+        with a later call: cancelled each time, one that must first ask its broker something would never end beside a busy one.
+        A broker that fails does not hold up the others: its error is raised in turn with their records."""
         if self._errors:
             raise self._errors.popleft()
         if found := self._take(max_records):
             return found
         self._members.rotate(1)
         share = max(1, max_records // len(self._members))
-        polled = list(self._members)[:max_records]
-        polls = [asyncio.create_task(one.poll(max_records=share, max_wait=max_wait)) for one in polled]
-        try:
-            await _first_with_records(polls)
-        finally:
-            try:
-                for task in polls:
-                    task.cancel()
-                await _settled(polls)
-            finally:
-                bugs = self._keep(polls)
-        if bugs:
-            raise bugs[0]
-        found = self._take(max_records)
-        if not found and self._errors:
+        for one in list(self._members)[:max_records]:
+            if one not in self._polls:
+                self._polls[one] = asyncio.create_task(self._poll_one(one, share, max_wait))
+        until = asyncio.get_running_loop().time() + max_wait
+        while self._polls and not self._bugs:
+            left = until - asyncio.get_running_loop().time()
+            done, _ = await asyncio.wait(self._polls.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if found := self._take(max_records):
+                return found
+            if not done:
+                break
+        if self._bugs:
+            raise self._bugs.popleft()
+        if self._errors:
             raise self._errors.popleft()
-        return found
+        return []
 
-    def _keep(self, polls: Sequence[asyncio.Task[list[Batch]]]) -> list[BaseException]:
-        """Keep their records and broker errors. Gives the other errors."""
-        bugs: list[BaseException] = []
+    async def _poll_one(self, consumer: Consumer, max_records: int, max_wait: float) -> None:
+        """Poll a broker, and keep its records or its error at once: a revocation that comes next must find them."""
+        try:
+            found = await consumer.poll(max_records=max_records, max_wait=max_wait)
+            self._read += found
+        except BrokerError as error:
+            self._errors.append(error)
+        except Exception as error:
+            self._bugs.append(error)
+        finally:
+            del self._polls[consumer]
+
+    async def close(self) -> None:
+        """End the polls under way, before their brokers are left."""
+        polls = list(self._polls.values())
         for task in polls:
-            if task.cancelled():
-                continue
-            error = task.exception()
-            if error is None:
-                self._read += task.result()
-            elif isinstance(error, BrokerError):
-                self._errors.append(error)
-            else:
-                bugs.append(error)
-        return bugs
+            task.cancel()
+        if polls:
+            await asyncio.wait(polls)
 
     def _take(self, max_records: int) -> list[Batch]:
         """What was read and may be returned now."""
@@ -196,28 +204,3 @@ def _sources_of(error: BrokerError) -> frozenset[TopicPartition]:
 
 def _slice(batch: Batch, start: int, end: int) -> Batch:
     return Batch(batch.topic, batch.partition, batch.offsets[start:end], batch.records[start:end])
-
-
-async def _first_with_records(polls: Collection[asyncio.Task[list[Batch]]]) -> None:
-    """Wait until one has records, all have ended, or one has an error that is no broker's."""
-    waiting: Collection[asyncio.Task[list[Batch]]] = polls
-    while waiting:
-        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            if task.cancelled():
-                continue
-            error = task.exception()
-            if (error is None and task.result()) or (error is not None and not isinstance(error, BrokerError)):
-                return
-
-
-async def _settled(polls: Collection[asyncio.Task[list[Batch]]]) -> None:
-    """Wait until all have ended, also when this is cancelled meanwhile: an answer that is lost would be lost for good."""
-    interrupted: asyncio.CancelledError | None = None
-    while not all(task.done() for task in polls):
-        try:
-            await asyncio.wait(polls)
-        except asyncio.CancelledError as error:
-            interrupted = error
-    if interrupted is not None:
-        raise interrupted
