@@ -73,6 +73,20 @@ async def test_what_was_lost_is_let_go_first() -> None:
     assert member.owned_while_draining == [frozenset()]
 
 
+async def test_a_cancelled_reassignment_leaves_no_partition_unread() -> None:
+    """If it fails, a topic made anew in the middle of a cancelled poll is read by nobody until a member comes or goes."""
+    member = Member()
+    member.hang = True
+    await member.own.on_partitions_assigned([_ONE, _TWO])
+    reassigning = asyncio.create_task(member.own.reassign({_ONE}))
+    while not member.owned_while_draining:
+        await asyncio.sleep(0)
+    reassigning.cancel()
+    await asyncio.wait({reassigning})
+    assert member.own.owned == {_ONE, _TWO}
+    assert _ONE in member.own.unpositioned
+
+
 async def test_a_drain_that_hangs_is_cut_off() -> None:
     """If it fails, one hung destination holds up the whole group's rebalance for ever."""
     member = Member(drain=0.01)

@@ -135,10 +135,12 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
                 for source in mine:
                     known.pop(source, None)
             self.paused -= mine
-            await self._drain_off(mine)
-            if self.epoch == epoch and not self._closing:
-                self.owned |= mine
-                self.unpositioned |= mine
+            try:
+                await self._drain_off(mine)
+            finally:  # also when the poll is cancelled: nobody would read these before the next rebalance
+                if self.epoch == epoch and not self._closing:
+                    self.owned |= mine
+                    self.unpositioned |= mine
 
     async def release(self) -> None:
         """Drain the owned partitions, then forget them. Lost ones are forgotten first: their commits are refused."""
