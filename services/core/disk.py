@@ -3,7 +3,6 @@
 import asyncio
 import math
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from services.core.metrics import DISK_FREE, DISK_SIZE
@@ -29,16 +28,19 @@ async def _measure(folder: Path) -> None:
     if folder in _asked:  # by another scrape; when that one gave up, NaN stays until the disk answers
         return
     _asked.add(folder)
+    asking = asyncio.create_task(_ask(folder))
+    done, _ = await asyncio.wait({asking}, timeout=_LIMIT_S)  # it is not cancelled: it may still wait for a thread
     free = size = math.nan
-    with suppress(OSError, TimeoutError):
-        disk = await asyncio.wait_for(asyncio.to_thread(_ask, folder), _LIMIT_S)
+    if done and (disk := asking.result()) is not None:
         free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
     DISK_FREE.labels(str(folder)).set(free)
     DISK_SIZE.labels(str(folder)).set(size)
 
 
-def _ask(folder: Path) -> os.statvfs_result:
+async def _ask(folder: Path) -> os.statvfs_result | None:
     try:
-        return os.statvfs(folder)
+        return await asyncio.to_thread(os.statvfs, folder)
+    except OSError:
+        return None
     finally:
         _asked.discard(folder)

@@ -14,7 +14,6 @@ import hashlib
 import os
 import ssl
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -187,25 +186,33 @@ async def _measure(path: Path) -> None:
     if path in _asked:
         return
     _asked.add(path)
-    with suppress(BadConfiguration, TimeoutError):
-        found, secret = await asyncio.wait_for(asyncio.to_thread(_read_expiries, path), _LIMIT_S)
-        show_secret(NAME, "sasl", *secret)
-        for part in ("certificate", "ca"):
-            if part in found:
-                CERTIFICATE_EXPIRY.labels(NAME, f"tls.{part}").set(found[part])
-            else:
-                CERTIFICATE_EXPIRY.remove(NAME, f"tls.{part}")
+    asking = asyncio.create_task(_ask(path))
+    done, _ = await asyncio.wait({asking}, timeout=_LIMIT_S)  # it is not cancelled: it may still wait for a thread
+    for task in done:
+        task.result()
+
+
+async def _ask(path: Path) -> None:
+    try:
+        found, secret = await asyncio.to_thread(_read_expiries, path)
+    except BadConfiguration:
+        return
+    finally:
+        _asked.discard(path)
+    show_secret(NAME, "sasl", *secret)
+    for part in ("certificate", "ca"):
+        if part in found:
+            CERTIFICATE_EXPIRY.labels(NAME, f"tls.{part}").set(found[part])
+        else:
+            CERTIFICATE_EXPIRY.remove(NAME, f"tls.{part}")
 
 
 def _read_expiries(path: Path) -> tuple[dict[str, float], tuple[float | None, float | None]]:
     """Those of the certificates; and of the secret, when it ends by its note, and when its file was changed."""
-    try:
-        security = load_security(path)
-        secret = None if security.sasl is None else security.sasl.secret
-        files = security.files
-        return {} if files is None else expiries_of(files, path.parent), _term_of(secret, path.parent)
-    finally:
-        _asked.discard(path)
+    security = load_security(path)
+    secret = None if security.sasl is None else security.sasl.secret
+    files = security.files
+    return {} if files is None else expiries_of(files, path.parent), _term_of(secret, path.parent)
 
 
 def _term_of(secret: Secret | None, folder: Path) -> tuple[float | None, float | None]:
