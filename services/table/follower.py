@@ -212,10 +212,11 @@ class Follower:
 
     async def _open(self) -> None:
         meta = Meta(FORMAT, self.stream, await self._broker.admin.incarnation(self.stream))
-        begin, self._begin = self._begin, None
+        begin = self._begin
         if begin is not None and not await self._blocking(self._path.exists):
             self.trouble = "fetching the table of another replica"
             held = await self._broker.reader.describe(self.stream)
+            self._begin = None  # not before: a broker that does not answer must not cost the copy
             await begin(self._path, meta, held, self.max_age_ms, self.turns.next)
             self.trouble = None
         store = await self._blocking(lambda: Store(self._path, meta))

@@ -10,6 +10,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from services.core.broker.contract import PartitionRange
+from services.core.broker.errors import Unavailable
+from services.core.broker.log import LogBroker
 from services.core.keys import KeyRing, make_key
 from services.table import snapshots
 from services.table.follower import Follower
@@ -34,7 +36,7 @@ async def fill(table: Table) -> None:
 
 async def until_ready(follower: Follower) -> None:
     async with asyncio.timeout(60):
-        while follower.why_not_ready(10_000) is not None:
+        while follower.why_not_ready(300_000) is not None:
             await asyncio.sleep(0.01)
 
 
@@ -68,6 +70,28 @@ async def test_a_new_replica_begins_with_a_copy_and_follows(tmp_path: Path) -> N
             assert row.value == b"9"
         assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [f"{STREAM}.db"]
         await table.until(lambda: not list(tmp_path.glob("*.sending")))
+
+
+async def test_a_broker_that_does_not_answer_costs_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a leader is elected while a new replica starts, and it reads millions of events instead of fetching a copy."""
+    (tmp_path / "new").mkdir()
+    async with running(tmp_path) as table, LogBroker.open(str(tmp_path / "log")) as broker:
+        await fill(table)
+        describe, used = broker.reader.describe, metric("snapshots", result="used")
+        failures = [Unavailable("no leader")]
+
+        async def fail_once(topic: str) -> dict[int, PartitionRange]:
+            if failures:
+                raise failures.pop()
+            return await describe(topic)
+
+        monkeypatch.setattr(broker.reader, "describe", fail_once)
+        source = SnapshotSource(f"http://127.0.0.1:{table.port}", None)
+        async with following(broker, tmp_path / "new", begin=source.begin) as follower:
+            await until_ready(follower)
+            assert keys_of(follower) == EXPECTED
+        assert not failures
+        assert metric("snapshots", result="used") == used + 1
 
 
 async def test_a_client_leaves_before_the_copy_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
