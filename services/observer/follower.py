@@ -206,9 +206,11 @@ class Follower:
         """Stop speaking; the last state is stored for the next speaker."""
         if self.speaks:
             self.speaks = False
-            with suppress(BrokerError, StandsBy):
-                await self.keep()
-            self.untold.clear()
+            try:
+                with suppress(BrokerError, StandsBy):
+                    await self.keep()
+            finally:
+                self.untold.clear()
 
     async def announce(self, window: Window) -> None:
         """Durable when this returns. Raises StandsBy, TooManyWindows, and BrokerError kinds: then it may be valid until a

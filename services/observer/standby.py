@@ -38,7 +38,7 @@ class SpeakerLock:
 
     def __init__(self, broker: Broker, step_down: Callable[[], Awaitable[None]]) -> None:
         self._broker, self._step_down = broker, step_down
-        self.is_held = False
+        self.is_held = self._is_leaving = False
         self.turns = Turns("the group of the observers", _JOIN_LIMIT_S)
         self.decided = asyncio.Event()
         """Set when this process first knows whether it speaks, or could not find out."""
@@ -64,7 +64,7 @@ class SpeakerLock:
                 member.pause(member.assignment())
                 if _LOCK not in member.assignment():
                     await self._lose()
-                elif not self.is_held:
+                elif not (self.is_held or self._is_leaving):
                     self.is_held = True
                     metrics.OBSERVER_SPEAKS.set(1)
                     log.info("speaks")
@@ -78,7 +78,11 @@ class SpeakerLock:
                     await member.poll(max_records=1, max_wait=LOOK_S)
 
     async def _on_revoke(self, _sources: frozenset[TopicPartition]) -> None:
-        await self._lose()
+        self._is_leaving = True  # the partition is still assigned until this has ended
+        try:
+            await self._lose()
+        finally:
+            self._is_leaving = False
 
     async def _lose(self) -> None:
         if self.is_held:

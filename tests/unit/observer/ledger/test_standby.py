@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from unittest.mock import Mock
 
 import pytest
 
-from services.core.broker.contract import Broker, TopicSpec
+from services.core.broker.contract import Broker, OnRevoke, TopicSpec
 from services.core.broker.producer import Producer
+from services.core.broker.record import TopicPartition
 from services.core.topic_names import CONTROL
 from services.observer import follower, standby
 from services.observer.alarms import Alarm
@@ -61,6 +63,47 @@ async def settled(one: Member, two: Member) -> tuple[Member, Member]:
         )
     )
     return (one, two) if one.follower.speaks else (two, one)
+
+
+async def test_the_lock_is_not_taken_back_while_it_is_given_up(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: two observers speak while one gives way to the other: each alarm of that time is sent twice."""
+    stepping_down, may_end, revoking = asyncio.Event(), asyncio.Event(), list[OnRevoke]()
+
+    async def step_down() -> None:
+        stepping_down.set()
+        await may_end.wait()
+
+    @asynccontextmanager
+    async def join(*_: object, on_revoke: OnRevoke, **__: object) -> AsyncIterator[Mock]:
+        revoking.append(on_revoke)
+        member = Mock(looks=0, assignment=lambda: frozenset({TopicPartition(CONTROL, 0)}))
+
+        async def poll(**_: object) -> None:
+            member.looks += 1
+            await asyncio.sleep(0)
+
+        member.poll = poll
+        joined.append(member)
+        yield member
+
+    joined = list[Mock]()
+    monkeypatch.setattr(broker, "consumer", join)
+    lock, stopping = SpeakerLock(broker, step_down), asyncio.Event()
+    running = asyncio.create_task(lock.run(stopping))
+    async with asyncio.timeout(DEADLINE_S):
+        while not lock.is_held:
+            await asyncio.sleep(0)
+        leaving = asyncio.ensure_future(revoking[0](frozenset({TopicPartition(CONTROL, 0)})))
+        await stepping_down.wait()
+        looks = joined[0].looks
+        while joined[0].looks < looks + 5:
+            await asyncio.sleep(0)
+        taken_back = bool(lock.is_held)
+        may_end.set()
+        await leaving
+        stopping.set()
+        await running
+    assert not taken_back
 
 
 async def test_one_speaks_and_the_other_knows_the_same(broker: Broker) -> None:
