@@ -43,12 +43,7 @@ async def _start(cluster: KafkaCluster, stop: Stop) -> None:
     asked = asyncio.ensure_future(stop.asked.wait())
     try:
         await asyncio.wait({starting, asked}, return_when=asyncio.FIRST_COMPLETED)
-        while not starting.done():
-            for broker in cluster.brokers.values():
-                if (pid := broker.pid) is not None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-            await asyncio.wait({starting}, timeout=0.1)
+        await _cut_short(cluster, starting)
         stop.check()
         starting.result()
     except KafkaNotReady as error:
@@ -59,12 +54,25 @@ async def _start(cluster: KafkaCluster, stop: Stop) -> None:
         starting.exception()
 
 
+async def _cut_short(cluster: KafkaCluster, starting: asyncio.Future[None]) -> None:
+    """Kill what is being started until the start has given up."""
+    while not starting.done():
+        for broker in cluster.brokers.values():
+            if (pid := broker.pid) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        await asyncio.wait({starting}, timeout=0.1)
+
+
 async def _watch(cluster: KafkaCluster, notify: Notify) -> None:
     while True:
         await asyncio.sleep(WATCH_S)
         if not all(broker.is_running for broker in cluster.brokers.values()):
             notify("error", f"Kafka died and is restarted. Its log: {cluster.folder}")
+            starting = asyncio.ensure_future(asyncio.to_thread(cluster.restart))
             try:
-                await asyncio.to_thread(cluster.restart)
+                await asyncio.shield(starting)
             except KafkaNotReady as error:
                 notify("error", str(error))
+            finally:  # no thread may start it while another one stops it
+                await _cut_short(cluster, starting)

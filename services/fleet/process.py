@@ -125,7 +125,8 @@ class ServiceProcess:
             try:
                 process = self._process = await asyncio.shield(starting)
             except asyncio.CancelledError:  # a process that is being started must end, too
-                await self._end(await starting)
+                with contextlib.suppress(OSError):
+                    await self._end(await starting)
                 raise
         finally:
             os.close(output.writer)

@@ -46,7 +46,7 @@ class Bench:
         (data / "logs").mkdir()
 
     def run(
-        self, *services: str, mode: str = "", ready_within: float = DEADLINE, drain: float = 2.0
+        self, *services: str, mode: str = "", ready_within: float = DEADLINE, drain: float = 60.0
     ) -> AbstractAsyncContextManager[Fleet]:
         arguments = ("--drain", f"{drain:.0f}s")
         specs = tuple(
@@ -202,6 +202,7 @@ async def test_a_service_that_starts_or_was_frozen_for_a_while_is_kept(
 
     async def let_go() -> None:
         await until(lambda: failures() > 2 * probe.LEAST_FAILURES, "failed probes of a process that starts")
+        monkeypatch.setattr(probe, "BOUND_S", 3600.0)
         bench.notes_file.with_name(LET_GO).touch()
 
     letting_go = asyncio.create_task(let_go())
@@ -211,7 +212,6 @@ async def test_a_service_that_starts_or_was_frozen_for_a_while_is_kept(
         pid = process.pid
         assert pid is not None
         await until(lambda: process.alive_at > 0, "a good probe")
-        monkeypatch.setattr(probe, "BOUND_S", 3600.0)
         os.kill(pid, signal.SIGSTOP)
         await until(lambda: failures() > 2 * probe.LEAST_FAILURES, "failed probes of a frozen process")
         os.kill(pid, signal.SIGCONT)
@@ -333,7 +333,7 @@ async def test_ingest_is_told_to_be_ready_before_the_others(bench: Bench) -> Non
 
 async def fail_to_start(bench: Bench, mode: str, reason: str) -> str:
     """What is said when it never becomes ready; again with more time where the process had not even begun to run."""
-    for seconds in (1.0, 5.0, 30.0):
+    for seconds in (1.0, 5.0, 30.0, 300.0):
         with pytest.raises(CommandFailed) as caught:
             async with bench.run("ingest", mode=mode, ready_within=seconds):
                 raise AssertionError("must not become ready")
@@ -341,6 +341,28 @@ async def fail_to_start(bench: Bench, mode: str, reason: str) -> str:
             break
     assert reason in str(caught.value)
     return str(caught.value)
+
+
+async def test_a_start_that_fails_while_the_fleet_ends(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: with no process left on the machine, `penstock up` starts a service again while it ends, and never ends itself."""
+    starting, may_fail = asyncio.Event(), asyncio.Event()
+
+    async def fail(*_: object) -> Never:
+        starting.set()
+        await may_fail.wait()
+        raise OSError(errno.EAGAIN, "no process is left")
+
+    monkeypatch.setattr(ServiceProcess, "_start", fail)
+    spec = ServiceSpec("ingest-1", "ingest", MODULE, ())
+    process = ServiceProcess(spec, bench.data / "logs", bench._say, lambda: None, lambda: False)
+    running = asyncio.create_task(process.keep_running())
+    await starting.wait()
+    running.cancel()
+    await asyncio.sleep(0)
+    may_fail.set()
+    async with asyncio.timeout(DEADLINE):
+        await asyncio.wait({running})
+    assert running.cancelled()
 
 
 async def test_restarts_wait_longer_and_longer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
