@@ -96,7 +96,7 @@ class Pauses:
     def __init__(self, reader: Reader, renames: Mapping[str, str] | None = None) -> None:
         self._topic, self.renames = ControlTopic(reader), renames or {}
         self._newest: dict[str, tuple[int, Pause]] = {}
-        self._changed = asyncio.Event()
+        self._changed, self._refreshing = asyncio.Event(), asyncio.Lock()
         self.unknown: str | None = NOT_READ
         """The reason why the pauses are not known; None from the first read to the end on, also when later reads fail."""
 
@@ -114,15 +114,16 @@ class Pauses:
 
     async def refresh(self) -> None:
         """Read new records to the end of the topic. Raises BrokerError kinds."""
-        changed = False
-        try:
-            async for offset, record in self._topic.read_new():
-                changed |= self._apply(offset, record)
-            self.unknown = None
-        finally:  # also when a later read fails: the records before it are not read again
-            if changed:
-                event, self._changed = self._changed, asyncio.Event()
-                event.set()
+        async with self._refreshing:  # an older page must not be applied after a newer one
+            changed = False
+            try:
+                async for offset, record in self._topic.read_new():
+                    changed |= self._apply(offset, record)
+                self.unknown = None
+            finally:  # also when a later read fails: the records before it are not read again
+                if changed:
+                    event, self._changed = self._changed, asyncio.Event()
+                    event.set()
 
     async def follow(self, stopping: asyncio.Event) -> None:
         """Refresh every FOLLOW_S until `stopping`. A series of failures is logged once."""

@@ -44,6 +44,32 @@ async def unclaimed(broker: Broker, bookmark: Bookmark | None = None) -> dict[st
     return {lane: dict(places) for lane, places in found.unclaimed.items()}
 
 
+async def test_an_older_answer_does_not_undo_a_newer_one(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a lane that was resumed parks its events, because an answer about its pause came late."""
+    pauses, read, answers = Pauses(broker.reader), broker.reader.read, list[asyncio.Event]()
+    lane = "late/hook"
+    async with Producer(broker.appender) as producer:
+        await write_pause(producer, lane, Pause("paused", "operator", "ann", 1))
+
+        async def read_late(*asked: Any, **more: Any) -> Any:
+            found = await read(*asked, **more)
+            answers.append(asyncio.Event())
+            if len(answers) == 1:
+                await answers[0].wait()
+            return found
+
+        monkeypatch.setattr(broker.reader, "read", read_late)
+        first = asyncio.create_task(pauses.refresh())
+        while not answers:
+            await asyncio.sleep(0.01)
+        await write_pause(producer, lane, Pause("resumed", "operator", "ann", 2))
+        second = asyncio.create_task(pauses.refresh())
+        await asyncio.wait({second}, timeout=0.2)
+        answers[0].set()
+        await asyncio.gather(first, second)
+    assert pauses.paused() == {}
+
+
 async def test_everywhere_and_behind_what_is_settled(broker: Broker) -> None:
     """Broken: what waits in one of the places is overlooked, or what was delivered long ago holds up a start."""
     assert await unclaimed(broker) == {}
