@@ -13,8 +13,16 @@ import pytest
 VARIABLE = "PENSTOCK_TEST_TURNS"
 """`all`, or the number of the day: workers that begin before midnight and after it must run the same tests."""
 _SERVICE, _KAFKA = "tests/spark/test_service.py::", "tests/spark/test_kafka.py::"
+_MOVES = "tests/kafka/test_migrate.py::test_a_stream_moves_there_and_back"
 _DEMO, _PROCESSES = "tests/integration/test_demo.py::", "tests/faults/test_processes.py::"
 GROUPS: tuple[tuple[str, ...], ...] = (
+    (f"{_MOVES}[log-kafka-11]", f"{_MOVES}[kafka-log-12]", f"{_MOVES}[kafka-kafka-13]"),
+    ("tests/faults/test_migration.py::test_to_kafka[log]", "tests/faults/test_migration.py::test_to_kafka[kafka]"),
+    (f"{_KAFKA}test_a_checkpoint_changes_its_mode[False]", f"{_KAFKA}test_a_checkpoint_changes_its_mode[True]"),
+    (
+        f"{_KAFKA}test_one_event_of_four_million_rows",
+        "tests/spark/test_too_much.py::test_one_event_of_four_million_rows",
+    ),
     (
         "tests/spark/test_cluster.py::test_workers_master_and_driver_come_and_go",
         "tests/spark/test_kinesis_cluster.py::test_executors_and_drivers_die",
