@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest_asyncio
 from playwright.async_api import Browser, Page, async_playwright, expect
 
-expect.set_options(timeout=30_000)  # Playwright's 5 s are too few for a browser on two cores that others use, too
+expect.set_options(timeout=300_000)  # Playwright's 5 s are too few for a browser on two cores that others use, too
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -27,7 +27,7 @@ async def chromium() -> AsyncIterator[Browser]:
 async def open_page(browser: Browser, address: str, **options: object) -> AsyncIterator[Page]:
     """A tab on this address; what the console or a script complains of fails the test at the end."""
     context = await browser.new_context(**options)  # type: ignore[arg-type]  # Playwright's own keywords
-    context.set_default_timeout(60_000)
+    context.set_default_timeout(300_000)
     page = await context.new_page()
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))

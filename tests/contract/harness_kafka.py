@@ -15,10 +15,10 @@ from services.core.broker.kafka.cluster import Cluster
 from services.core.jvm.kafka import KafkaCluster
 from tests.support.kafka import open_admin, unique_name
 
-_TIMING = Timing(session=2.0, heartbeat=0.3, drain=10.0, request=4.0, metadata=1.0)
+_TIMING = Timing(session=4.0, heartbeat=0.3, drain=10.0, request=4.0, metadata=1.0)
 """Short, so that tests need not wait for a lost member or a rebalance."""
 
-_ELECTION_SECONDS = 30.0
+_ELECTION_SECONDS = 300.0
 _TOPIC_SOURCE = 1
 """Of a setting in an answer of DescribeConfigs: it is the topic's own."""
 

@@ -13,7 +13,7 @@ from services.core.broker.kinesis.streams import shard_id
 from tests.support.kafka import unique_name
 from tests.support.kinesis_limits import KinesisLimits
 
-_TIMING = Timing(lease=2.0, heartbeat=0.2, sync=1.0, drain=10.0, request=10.0, subscription=4.0)
+_TIMING = Timing(lease=4.0, heartbeat=0.2, sync=1.0, drain=10.0, request=10.0, subscription=4.0)
 """Short, so that tests need not wait for a lost member, and see subscriptions end."""
 
 _DOWN_SECONDS = 1.0

@@ -16,7 +16,7 @@ from services.core.broker.log.membership import Timing
 from services.core.broker.log.retention import enforce, remove_before
 from services.core.broker.log.topic_store import TopicStore
 
-TIMING = Timing(lease=1.5, drain=10.0)
+TIMING = Timing(lease=4.0, drain=10.0)
 
 _HOLD_LOCK = """
 import sys, time

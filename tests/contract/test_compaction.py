@@ -38,7 +38,7 @@ async def test_the_newest_of_each_key_stays_at_its_offset(harness: Harness) -> N
             await harness.compact(name)
             return 0 not in await stored() and 3 not in await stored()
 
-        await until_async(is_compacted, "old values are gone", 90.0)
+        await until_async(is_compacted, "old values are gone")
         found = {offset: record for offset, record in (await stored()).items() if offset < end}
         assert [(offset, record.key, record.value) for offset, record in found.items() if record.value is not None] == [
             (1, b"b", b"1"),

@@ -19,7 +19,7 @@ from tests.contract.traffic import (
     until,
 )
 
-_PATIENT = AppendPolicy(deadline=45, append_timeout=5)
+_PATIENT = AppendPolicy(deadline=DEADLINE, append_timeout=5)
 
 
 async def test_producer_goes_on_when_the_broker_is_killed(harness: Harness) -> None:

@@ -356,7 +356,7 @@ async def test_pause_outlives_the_poll_interval(harness: Harness) -> None:
                 first.pause([mine])
                 revoked.clear()
                 await append(broker, topic, numbered(range(5)), mine.partition)
-                await asyncio.sleep(3 * max(harness.poll_interval, harness.member_timeout))
+                await asyncio.sleep(1.5 * max(harness.poll_interval, harness.member_timeout))
                 assert first.assignment() == {mine}
                 assert revoked == []
                 first.resume([mine])

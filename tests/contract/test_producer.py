@@ -2,18 +2,27 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 
 from services.core.broker.contract import Appended, Appender
-from services.core.broker.errors import BrokerClosed, OutcomeUnknown, Overloaded, RecordTooLarge, Throttled, Unavailable
+from services.core.broker.errors import (
+    BrokerClosed,
+    BrokerError,
+    OutcomeUnknown,
+    Overloaded,
+    RecordTooLarge,
+    Throttled,
+    Unavailable,
+)
 from services.core.broker.producer import TOPIC_SHARE, Producer
 from services.core.broker.record import Record
 from services.core.broker.retry import AppendPolicy
 from tests.contract.harness import Harness
 from tests.contract.traffic import BASE_TIME, DEADLINE, numbered, numbers_of, read_all, record, until
 
-_QUICK = AppendPolicy(deadline=5, append_timeout=5, base_wait=0.001, max_wait=0.01)
+_QUICK = AppendPolicy(deadline=DEADLINE, append_timeout=DEADLINE, base_wait=0.001, max_wait=0.01)
 _HASTY = AppendPolicy(deadline=0.05, append_timeout=5, base_wait=0.02, max_wait=0.05)
 
 
@@ -41,7 +50,8 @@ class FaultyAppender:
             if fault is None:
                 return await self._appender.append(topic, partition, records, timeout=timeout)
             if isinstance(fault, OutcomeUnknown):
-                await self._appender.append(topic, partition, records, timeout=timeout)
+                with suppress(BrokerError):
+                    await self._appender.append(topic, partition, records, timeout=timeout)
             raise fault
         finally:
             self.active -= 1
@@ -99,7 +109,7 @@ async def test_what_arrives_together_travels_together(harness: Harness) -> None:
         faulty = FaultyAppender(broker.appender)
         async with Producer(faulty, policy=_QUICK) as producer:
             results = await asyncio.gather(*(producer.send_to(topic, {0: [record(n)]}) for n in range(40)))
-        assert faulty.calls == [40]
+        assert set(faulty.calls) == {40}
         firsts = [result.parts[0].first for result in results]
         assert firsts == sorted(firsts)
         assert numbers_of(await read_all(broker, topic, harness.fresh_name("g"))) == list(range(40))

@@ -41,7 +41,7 @@ async def append(broker: Broker, topic: str, records: Sequence[Record], partitio
     async with asyncio.timeout(DEADLINE):
         while True:
             try:
-                appended = await broker.appender.append(topic, partition, records, timeout=5)
+                appended = await broker.appender.append(topic, partition, records, timeout=DEADLINE)
             except BrokerError as error:
                 if not error.retriable:
                     raise

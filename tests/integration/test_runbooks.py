@@ -34,9 +34,11 @@ async def test_looking_at_a_fleet(tmp_path: Path) -> None:
             while len(desk.ids) < 20:
                 await asyncio.sleep(0.1)
         limit = asyncio.Semaphore(2)
-        found = await asyncio.gather(*(run(line, tmp_path, limit) for line in lines()))
+        found = await asyncio.gather(*(run(line, tmp_path, limit) for line in lines() if line != "penstock doctor"))
         assert [one for one in found if one[1] and not (one[0].startswith("grep") and not one[2])] == []
-        assert "Nothing is wrong" in next(out for line, _, out in found if line == "penstock doctor")
+        async with asyncio.timeout(DEADLINE):  # beside the others it may wait too long for an answer, and says so
+            while "Nothing is wrong" not in (said := (await run("penstock doctor", tmp_path, limit))[2]):
+                print(said)
         assert await fleet.interrupt() == 0
 
 

@@ -16,7 +16,7 @@ from services.core.broker.connect import open_broker
 from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
 from services.core.topic_names import delay_topic, parked_topic
-from tests.integration.fleet_process import Desk, family, living, until
+from tests.integration.fleet_process import DEADLINE, Desk, family, living, until
 from tests.support.waiting_events import store, waiting_event
 
 
@@ -33,7 +33,11 @@ async def test_from_send_to_signed_deliveries(desk: Desk) -> None:
         sent = await desk.send(events, "--json")
         assert json.loads(sent.out)["accepted"] == 1000
         await until(lambda: len(desk.ids) == 1000, "all events delivered")
-        status = json.loads((await desk.run("status", "--json")).out)
+        async with asyncio.timeout(DEADLINE):
+            while True:  # a service that is starved for five seconds counts as one that does not answer
+                status = json.loads((await desk.run("status", "--json")).out)
+                if {process["state"] for process in status["processes"]} == {"ready"}:
+                    break
         assert status["streams"][0]["accepted"] == 1000
         [destination] = status["destinations"]
         assert (destination["delivered"], destination["dead"], destination["up"]) == (1000, 0, True)
@@ -158,8 +162,8 @@ async def test_restart_goes_on_where_it_stopped(desk: Desk) -> None:
 async def test_second_ctrl_c_ends_at_once(desk: Desk) -> None:
     """Broken: a receiver that hangs keeps a person waiting."""
     desk.write_pipes()
-    desk.receiver.slow = 60.0
-    async with desk.receive(), desk.up("--drain", "60s") as fleet:
+    desk.receiver.slow = 600.0
+    async with desk.receive(), desk.up("--drain", "600s") as fleet:
         await desk.send(desk.write_events(10))
         await until(lambda: desk.receiver.requests, "a delivery under way")
         pids = family(fleet.process.pid)
@@ -168,7 +172,7 @@ async def test_second_ctrl_c_ends_at_once(desk: Desk) -> None:
         await fleet.until_said("draining expel")
         fleet.process.send_signal(signal.SIGINT)
         await fleet.finish()
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 300
     assert "stopping at once" in fleet.err
     assert not living(pids)
 

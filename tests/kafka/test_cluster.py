@@ -75,7 +75,7 @@ async def test_no_ack_with_one_broker_of_three(kafka_cluster: KafkaCluster) -> N
         await producer.send_and_wait(topic, b"first", partition=0)
         # In good order, so that the cluster takes both out of the in-sync replicas while it still has a majority.
         for node_id in set(partition["replicas"]) - {partition["leader"]}:
-            await asyncio.to_thread(kafka_cluster.brokers[node_id].stop)
+            await asyncio.to_thread(kafka_cluster.brokers[node_id].stop, grace_s=600.0)
         (alone,) = await describe_partitions(kafka_cluster.brokers[partition["leader"]].address, topic)
         assert alone["isr"] == [partition["leader"]]
         with pytest.raises(KafkaError):

@@ -33,6 +33,7 @@ def shorten_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(homes, "LEASE_S", 0.5)
     monkeypatch.setattr(homes, "HOLD_S", 1.6)
     monkeypatch.setattr(homes, "FOLLOW_S", 0.25)
+    monkeypatch.setattr(homes, "_APPEND_S", 600.0)
     monkeypatch.setattr(steps, "_MARGIN_S", 0.1)
     monkeypatch.setattr(steps, "MOST_S", 0.6)
 

@@ -6,13 +6,13 @@ fails, fails: what it says of lost or repeated events is never asked twice. Ever
 
 import pytest
 
-_REAL = ("tests/contract/", "tests/faults/", "tests/integration/", "tests/kafka/", "tests/spark/")
+_REAL = tuple(f"tests/{name}/" for name in ("browser", "contract", "faults", "integration", "kafka", "spark"))
 
 
 def allow_second_try(item: pytest.Item) -> None:
     """Mark the test when it runs on real processes."""
     if item.nodeid.startswith(_REAL):
-        item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=["AssertionError", "Failed"]))
+        item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=[r"^AssertionError\b", r"^Failed\b"]))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -62,7 +62,7 @@ def test_output_is_appended_to_the_log(tmp_path: Path) -> None:
     """If this fails, what a broker said before its restart is lost."""
     log = tmp_path / "log"
     for word in ("one", "two"):
-        assert start_child(["/bin/sh", "-c", f"echo {word}; echo {word} >&2"], log=log).wait(30) == 0
+        assert start_child(["/bin/sh", "-c", f"echo {word}; echo {word} >&2"], log=log).wait(600) == 0
     assert log.read_text().split() == ["one", "one", "two", "two"]
 
 

@@ -104,5 +104,5 @@ def test_reduced_java_starts_without_the_vector_module(tmp_path: Path, monkeypat
     reduced.write_text('#!/bin/sh\nfor word; do echo "<$word>"; done\n')
     arguments = ["-Xmx1g", "--add-modules=jdk.incubator.vector", "-Dtwo=a b", ""]
     launcher = Path(env["JAVA_HOME"], "bin", "java")
-    done = subprocess.run([launcher, *arguments], env=env, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([launcher, *arguments], env=env, capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout.splitlines() == ["<-Xmx1g>", "<-Dtwo=a b>", "<>"]

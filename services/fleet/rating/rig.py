@@ -31,6 +31,7 @@ from services.fleet.supervisor import run_fleet
 from services.fleet.topics import provision
 
 TICK_S = 0.05
+READY_WITHIN_S = 240.0
 SETTLE_S = 30.0
 """The time limit for working off a backlog before the next step."""
 PIPES = """\
@@ -111,7 +112,7 @@ async def one_instance(
     shared = ("--broker", broker, "--pipes", str(pipes), "--ledger", "true", "--log-level", "warning")
     spec = ServiceSpec(f"{service}-1", service, module, (*shared, *arguments))
     nowhere = f"127.0.0.1:{free_port()}"
-    plan = FleetPlan(folder, broker, pipes, nowhere, nowhere, (spec,), ready_within=60.0, drain=5.0)
+    plan = FleetPlan(folder, broker, pipes, nowhere, nowhere, (spec,), ready_within=READY_WITHIN_S, drain=5.0)
     async with run_fleet(plan, "127.0.0.1:0", _ignore, lambda _text: None, stop) as fleet:
         yield broker, fleet.processes[0].management
 

@@ -234,6 +234,7 @@ async def test_waiting_counts_against_the_deadline() -> None:
         while not appender.busy:
             await asyncio.sleep(0)
         late = asyncio.create_task(producer.send_to("t", {0: make_records(2)}))
+        await asyncio.sleep(0)
         await asyncio.sleep(0.06)
         fresh = asyncio.create_task(producer.send_to("t", {0: make_records(3)}))
         await asyncio.sleep(0)

@@ -45,7 +45,7 @@ try:
 except ValueError:
     structlog.get_logger().exception("failed")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=True)
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert [line["event"] for line in lines] == ["shown", "library said ***", "failed"]
     assert [line["level"] for line in lines] == ["info", "warning", "error"]

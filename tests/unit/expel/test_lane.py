@@ -130,7 +130,7 @@ async def test_retries_hold_no_slot() -> None:
         return {0: BUSY} if b"e0" in delivery.ids else None
 
     one = RequestLimits(1, 1000)
-    retry = RetryLimits(2, 30.0, 30.0)
+    retry = RetryLimits(2, 36_000.0, 36_000.0)
     async with run_lane(
         [make_record(n) for n in range(50)], answer, retry=retry, drain=0.1, concurrency=1, request=one
     ) as running:

@@ -232,7 +232,7 @@ def say(status: int, content: object, **headers: str) -> Callable[[Received], we
 
 @asynccontextmanager
 async def open_sender(
-    hook: str, token_url: str, counted: list[str], policy: NetPolicy = LOCAL
+    hook: str, token_url: str, counted: list[str], policy: NetPolicy = LOCAL, *, timeout: float = 60.0
 ) -> AsyncIterator[WebhookSender]:
     """The real sender, client and token client, without a lane."""
     form = make_format("cloudevents", "late")
@@ -244,7 +244,7 @@ async def open_sender(
             token_url,
             policy=policy,
             resolver=Resolver(),
-            timeout=0.5,
+            timeout=timeout,
             headers={"Content-Type": "application/x-www-form-urlencoded"},
             max_body=MAX_TOKEN_RESPONSE,
         ) as tokens,
@@ -302,7 +302,7 @@ async def test_a_server_that_cannot_be_reached() -> None:
     """Broken: a token server that hangs holds a request for ever, or our token client goes where webhooks may not go."""
     counted: list[str] = []
     async with open_receiver() as receiver, open_socket_server(hang) as hanging:
-        async with open_sender(receiver.url, hanging, counted) as sender:
+        async with open_sender(receiver.url, hanging, counted, timeout=0.5) as sender:
             assert failure(await sender.send(deliver(sender, [record(1)]))).reason == "no_token"
         async with open_sender(receiver.url, hanging, counted, NetPolicy()) as sender:
             refused = failure(await sender.send(deliver(sender, [record(1)])))

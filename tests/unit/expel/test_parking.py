@@ -72,7 +72,7 @@ async def test_what_is_held_is_parked_too(broker: FakeBroker) -> None:
             return None
         return BUSY if delivery.ids[0] in (b"e10", b"e20") and not released.is_set() else None
 
-    retry = RetryLimits(9, 60.0, 60.0)
+    retry = RetryLimits(9, 36_000.0, 36_000.0)
     records = [make_record(n) for n in range(40)]
     async with run_lane(records, answer, broker=broker, topics=ALL, retry=retry) as running:
         await wait_until(lambda: len(running.sender.sent) == 4 and running.sender.under_way == 1)

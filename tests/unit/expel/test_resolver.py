@@ -44,6 +44,9 @@ async def test_one_thread_per_host_and_a_time_out(monkeypatch: pytest.MonkeyPatc
     for _ in range(3):
         with pytest.raises(OSError, match="not found within"):
             await resolver.resolve("slow")
+    async with asyncio.timeout(600):
+        while not calls:
+            await asyncio.sleep(0.01)
     assert calls == ["slow"]
     release.set()
     async with asyncio.timeout(600):

@@ -142,7 +142,7 @@ async def test_what_came_late_to_the_former_topic_is_stored(world: World, tmp_pa
     async with world.process() as (broker, places):
         await Migration(broker, places, world.pipes, STREAM, "test").run("second")
         async with LogBroker.open(str(tmp_path / "own")) as own:
-            await own.appender.append(STREAM, 0, [Record(None, b"late", 0)], timeout=5)
+            await own.appender.append(STREAM, 0, [Record(None, b"late", 0)], timeout=600)
         migration = Migration(broker, places, world.pipes, STREAM, "test")
         assert (await (migration.finish() if end == "finish" else migration.run("default"))).late == 1
         batch = await broker.reader.read(STREAM, 0, 3, max_records=1)
@@ -181,7 +181,7 @@ async def test_no_group_continues_behind_the_end_of_the_copy(world: World, tmp_p
 
         async def read_late_events() -> None:
             async with LogBroker.open(str(tmp_path / "own")) as own:
-                await own.appender.append(STREAM, 0, [Record(None, b"late", 0)] * 2, timeout=5)
+                await own.appender.append(STREAM, 0, [Record(None, b"late", 0)] * 2, timeout=600)
                 await own.admin.set_committed(GROUP, STREAM, {0: 4})
             await move_groups()
 
@@ -277,7 +277,7 @@ async def test_a_missing_right_ends_the_command_at_once_and_repeats_nothing(worl
     async with world.process() as (broker, places):
         await Migration(broker, places, world.pipes, STREAM, "test").run("second")
         async with LogBroker.open(str(tmp_path / "own")) as own:
-            await own.appender.append(STREAM, 0, [Record(None, b"late", 0)], timeout=5)
+            await own.appender.append(STREAM, 0, [Record(None, b"late", 0)], timeout=600)
         migration = Migration(broker, places, world.pipes, STREAM, "test")
         delete = migration._delete_topic
         failures = [Unavailable("away"), NotAllowed("no right")]
@@ -356,7 +356,7 @@ async def test_another_writer_there_is_noticed(world: World, tmp_path: Path) -> 
 
     async def disturb() -> None:
         async with LogBroker.open(str(tmp_path / "second")) as there:
-            await there.appender.append(STREAM, 0, [Record(None, b"foreign", 0)], timeout=5)
+            await there.appender.append(STREAM, 0, [Record(None, b"foreign", 0)], timeout=600)
 
     async with world.process() as (broker, places):
         migration = Migration(broker, places, world.pipes, STREAM, "test")
@@ -371,7 +371,7 @@ async def test_a_topic_with_events_there_is_not_touched(world: World, tmp_path: 
     """It may be another fleet's."""
     async with LogBroker.open(str(tmp_path / "second")) as there:
         await there.admin.create_topic(TopicSpec(STREAM, 2))
-        await there.appender.append(STREAM, 0, [Record(None, b"foreign", 0)], timeout=5)
+        await there.appender.append(STREAM, 0, [Record(None, b"foreign", 0)], timeout=600)
     async with world.process() as (broker, places):
         with pytest.raises(CommandFailed, match="has a topic orders already"):
             await Migration(broker, places, world.pipes, STREAM, "test").run("second")

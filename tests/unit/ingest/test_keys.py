@@ -205,7 +205,7 @@ def test_changes_at_once_all_count(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(600)
         assert process.exitcode == 0
     assert len(load_keys(path)) == 9
 

@@ -82,7 +82,7 @@ async def silent_server() -> AsyncIterator[tuple[str, int]]:
 async def test_a_request_on_a_closed_connection_is_an_error_of_kafka() -> None:
     """If it fails, a broker that restarts leaves expel without a coordinator for ever: aiokafka's metadata task has ended."""
     async with silent_server() as address:
-        connection = AIOKafkaConnection(*address, request_timeout_ms=1000)
+        connection = AIOKafkaConnection(*address, request_timeout_ms=600_000)
         connecting = asyncio.create_task(connection.connect())
         closed: list[object] = []
         try:

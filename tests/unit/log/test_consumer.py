@@ -83,7 +83,7 @@ def damage_row(path: Path, topic: str, partition: int, offset: int) -> None:
 async def fill(broker: LogBroker, topic: str, partition: int, batches: int = 3) -> None:
     """Batches of ten."""
     for number in range(batches):
-        await broker.appender.append(topic, partition, records(number * 10, 10), timeout=5)
+        await broker.appender.append(topic, partition, records(number * 10, 10), timeout=600)
 
 
 async def test_damage_in_one_partition_is_named_and_the_others_go_on(broker: LogBroker, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ async def test_after_a_repair_the_loss_is_skipped(tmp_path: Path) -> None:
         async with member(broker, "orders") as consumer:
             errors = await read_until(consumer, {("orders", 0, n) for n in (*range(10), *range(20, 30))}, fails=False)
             assert errors == []
-        assert (await broker.appender.append("orders", 0, records(30, 1), timeout=5)).first == 30
+        assert (await broker.appender.append("orders", 0, records(30, 1), timeout=600)).first == 30
 
 
 async def test_a_whole_damaged_topic_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -130,8 +130,8 @@ async def test_a_whole_damaged_topic_does_not_stop_the_others(tmp_path: Path) ->
             errors = await read_until(consumer, {("visits", 0, n) for n in range(30)}, fails=True)
             assert all(isinstance(error, DataDamaged) for error in errors)
             with pytest.raises(BrokerError):
-                await broker.appender.append("orders", 0, records(0, 1), timeout=5)
-            await broker.appender.append("visits", 0, records(30, 1), timeout=5)
+                await broker.appender.append("orders", 0, records(0, 1), timeout=600)
+            await broker.appender.append("visits", 0, records(30, 1), timeout=600)
 
 
 @pytest.mark.parametrize("start", ["earliest", "latest"])
@@ -227,7 +227,7 @@ async def test_consumers_go_on_while_the_disk_is_too_full_for_appends(
         monkeypatch.setattr("services.core.broker.log.topic_writer._RESERVE", 1 << 60)
         monkeypatch.setattr("services.core.broker.log.topic_writer._RESERVE_SHARE", 1)
         with pytest.raises(StorageFull):
-            await broker.appender.append("visits", 0, records(30, 1), timeout=5)
+            await broker.appender.append("visits", 0, records(30, 1), timeout=600)
         batches = await consumer.poll(max_records=100, max_wait=DEADLINE)
         await consumer.commit({batch.source: batch.offsets[-1] for batch in batches})
     assert await broker.admin.committed("g", "visits") == {0: 29}
@@ -269,7 +269,7 @@ async def test_latest_means_the_same_after_a_crash_before_the_first_commit(tmp_p
         await fill(broker, "visits", 0, batches=1)
         async with broker.consumer("g", ["visits"], start="latest", on_revoke=ignore):
             pass
-        await broker.appender.append("visits", 0, records(10, 10), timeout=5)
+        await broker.appender.append("visits", 0, records(10, 10), timeout=600)
         async with broker.consumer("g", ["visits"], start="latest", on_revoke=ignore) as consumer:
             (batch,) = await consumer.poll(max_records=100, max_wait=DEADLINE)
     assert list(batch.offsets) == list(range(10, 20))
@@ -281,7 +281,7 @@ async def test_a_closed_broker_says_so(tmp_path: Path) -> None:
         await broker.admin.create_topic(TopicSpec("visits", partitions=1))
         await fill(broker, "visits", 0)
     with pytest.raises(BrokerClosed):
-        await broker.appender.append("visits", 0, records(0, 1), timeout=5)
+        await broker.appender.append("visits", 0, records(0, 1), timeout=600)
 
 
 async def test_retention_runs_by_itself(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ async def test_one_turn_of_the_loop_is_one_call_and_order_stays() -> None:
         square(requests)
 
     async with gatherer(work) as gathered:
-        answers = await asyncio.gather(*[gathered.put(Number(n), 10) for n in range(20)])
+        answers = await asyncio.gather(*[gathered.put(Number(n), 600) for n in range(20)])
     assert answers == [n * n for n in range(20)]
     assert calls == [list(range(20))]
 
@@ -69,14 +69,14 @@ async def test_what_comes_meanwhile_is_the_next_call_and_never_two_at_once() -> 
         assert running == 1
         calls.append(len(requests))
         started.set()
-        assert go.wait(10)
+        assert go.wait(600)
         square(requests)
         running -= 1
 
     async with gatherer(work) as gathered:
-        first = asyncio.create_task(gathered.put(Number(1), 10))
+        first = asyncio.create_task(gathered.put(Number(1), 600))
         await asyncio.to_thread(started.wait, 10)
-        others = [asyncio.create_task(gathered.put(Number(n), 10)) for n in range(2, 7)]
+        others = [asyncio.create_task(gathered.put(Number(n), 600)) for n in range(2, 7)]
         await asyncio.sleep(0)
         go.set()
         assert await asyncio.gather(first, *others) == [1, 4, 9, 16, 25, 36]
@@ -91,7 +91,7 @@ async def test_failing_work_answers_everybody() -> None:
         raise RuntimeError("unexpected")
 
     async with gatherer(work) as gathered:
-        answers = await asyncio.gather(*[gathered.put(Number(n), 10) for n in range(3)], return_exceptions=True)
+        answers = await asyncio.gather(*[gathered.put(Number(n), 600) for n in range(3)], return_exceptions=True)
     assert [str(answer) for answer in answers] == ["unexpected"] * 3
 
 
@@ -100,7 +100,7 @@ async def test_a_time_out_says_whether_it_can_have_happened() -> None:
     go = threading.Event()
 
     def work(requests: list[Number]) -> None:
-        assert go.wait(10)
+        assert go.wait(600)
         square(requests)
 
     async with gatherer(work) as gathered:
@@ -112,13 +112,13 @@ async def test_a_time_out_says_whether_it_can_have_happened() -> None:
         with pytest.raises(Unavailable):
             await waiting
         go.set()
-        assert await gathered.put(Number(3), 10) == 9
+        assert await gathered.put(Number(3), 600) == 9
 
 
 async def test_a_cancelled_caller_harms_nobody() -> None:
     """If it fails, one client that goes away takes the batch of others with it."""
     async with gatherer(square) as gathered:
-        tasks = [asyncio.create_task(gathered.put(Number(n), 10)) for n in range(3)]
+        tasks = [asyncio.create_task(gathered.put(Number(n), 600)) for n in range(3)]
         await asyncio.sleep(0)
         tasks[1].cancel()
         answers = await asyncio.gather(*tasks, return_exceptions=True)
@@ -130,7 +130,7 @@ async def test_a_cancelled_caller_harms_nobody() -> None:
 async def test_the_queue_is_bounded() -> None:
     """If it fails, memory grows without bound while the disk hangs."""
     async with gatherer(square, limit=2) as gathered:
-        tasks = [asyncio.create_task(gathered.put(Number(n), 10)) for n in range(3)]
+        tasks = [asyncio.create_task(gathered.put(Number(n), 600)) for n in range(3)]
         answers = await asyncio.gather(*tasks, return_exceptions=True)
     assert answers[:2] == [0, 1]
     assert isinstance(answers[2], Unavailable)
@@ -148,12 +148,12 @@ async def test_answers_come_before_what_is_done_afterwards() -> None:
     def rest() -> None:
         nonlocal rests
         rests += 1
-        assert go.wait(10)
+        assert go.wait(600)
 
     async with gatherer(work) as gathered:
-        assert await gathered.put(Number(3), 10) == 9
+        assert await gathered.put(Number(3), 600) == 9
         go.set()
-        assert await gathered.put(Number(4), 10) == 16
+        assert await gathered.put(Number(4), 600) == 16
     assert rests == 2
 
 
@@ -162,13 +162,13 @@ async def test_closing_refuses_what_cannot_be_done_in_time() -> None:
     go = threading.Event()
 
     def work(requests: list[Number]) -> None:
-        assert go.wait(10)
+        assert go.wait(600)
         square(requests)
 
     async with gatherer(work) as gathered:
-        first = asyncio.create_task(gathered.put(Number(1), 10))
+        first = asyncio.create_task(gathered.put(Number(1), 600))
         await asyncio.sleep(0.01)
-        second = asyncio.create_task(gathered.put(Number(2), 10))
+        second = asyncio.create_task(gathered.put(Number(2), 600))
         await asyncio.sleep(0.01)
         assert not await gathered.close(0.05)
         with pytest.raises(BrokerClosed):

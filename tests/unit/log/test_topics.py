@@ -50,7 +50,7 @@ def test_two_processes_create_the_same_topics(tmp_path: Path) -> None:
         child.stdin.write("go\n")
         child.stdin.flush()
     for child in children:
-        out, _ = child.communicate(timeout=60)
+        out, _ = child.communicate(timeout=600)
         won.append(int(out))
     assert sum(won) == 20
     assert topics.list_topics(DataFolder(tmp_path)) == {f"t{number}": 2 for number in range(20)}

@@ -49,7 +49,7 @@ def test_several_processes_append_without_gaps(tmp_path: Path) -> None:
         child.stdin.write("go\n")
         child.stdin.flush()
     for child in children:
-        child.communicate(timeout=60)
+        child.communicate(timeout=600)
         assert child.returncode == 0
     for partition in range(2):
         found = numbers(folder, partition)

@@ -60,7 +60,7 @@ class Table:
 
     async def caught_up(self) -> None:
         """Wait until the table is ready."""
-        await self.until(lambda: self.follower.why_not_ready(10_000) is None)
+        await self.until(lambda: self.follower.why_not_ready(300_000) is None)
 
 
 def make_get(path: str, method: str = "GET", **headers: str) -> bytes:
@@ -89,7 +89,7 @@ async def following(
 
 @asynccontextmanager
 async def running(
-    path: Path, *, age_ms: int = AGE_MS, wait: float = 5.0, partitions: int = 2, max_changes: int = 2, **more: Any
+    path: Path, *, age_ms: int = AGE_MS, wait: float = 60.0, partitions: int = 2, max_changes: int = 2, **more: Any
 ) -> AsyncIterator[Table]:
     """Serve until the context is left. path: of the log and the table."""
     async with LogBroker.open(str(path / "log")) as broker, Producer(broker.appender) as producer:
@@ -97,6 +97,6 @@ async def running(
             await broker.admin.create_topic(TopicSpec(STREAM, partitions, retention_ms=age_ms, compact=True))
         async with following(broker, path, age_ms=age_ms) as follower:
             access = Access(**more)
-            api = Api({STREAM: follower}, access, b"{}", wait=wait, behind_ms=10_000, max_changes=max_changes)
+            api = Api({STREAM: follower}, access, b"{}", wait=wait, behind_ms=300_000, max_changes=max_changes)
             async with HttpServer(api.handle, max_connections=20).listen("127.0.0.1", 0) as address:
                 yield Table(int(address.rpartition(":")[2]), broker, producer, follower, access)

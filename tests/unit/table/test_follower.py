@@ -75,6 +75,7 @@ async def test_a_damaged_file_is_built_again(tmp_path: Path) -> None:
         await table.until(lambda: table.follower.nexts.get(0) == 1)
         await table.caught_up()
         connection = apsw.Connection(str(tmp_path / f"{STREAM}.db"))
+        connection.set_busy_timeout(600_000)  # the follower notes how fresh the table is
         connection.execute("UPDATE rows SET value = x'39'")
         connection.close()
         assert (await table.get("/a")).status == 503
@@ -144,10 +145,19 @@ async def test_damage_in_the_stream_stops_the_table_and_is_said(tmp_path: Path) 
     async with running(tmp_path, partitions=1) as table:
         await table.put("a", b"1")
         await table.until(lambda: table.follower.nexts.get(0) == 1)
-        table.follower._round, whole = _hang, table.follower._round  # type: ignore[method-assign, assignment]
+        stopped, whole = asyncio.Event(), table.follower._round
+
+        async def stop(_: asyncio.Event) -> bool:
+            stopped.set()
+            await asyncio.sleep(0.01)
+            return False
+
+        table.follower._round = stop  # type: ignore[method-assign, assignment]
+        await stopped.wait()
         await table.put("b", b"1")
         await table.put("c", b"1")
         connection = apsw.Connection(str(tmp_path / "log" / "topics" / f"{STREAM}.db"))
+        connection.set_busy_timeout(600_000)
         connection.execute("UPDATE batches SET crc = crc + 1 WHERE pos = 1")
         connection.close()
         table.follower._round = whole  # type: ignore[method-assign]

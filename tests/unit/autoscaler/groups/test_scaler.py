@@ -369,7 +369,7 @@ async def test_a_failed_instance_is_replaced_named_and_counted(scene: Scene) -> 
     assert scene.observer.reports[-1]["failed"] == ["i1 (silent for 0 min)"]
     assert (scene.platform.replaced, scene.observer.windows) == ([], []), "a refusal is no action"
     scene.platform.refuses = False
-    await scene.run(scaler, 3)
+    await scene.run(scaler, 1)
     assert scene.platform.replaced == ["i1"]
     assert [window["by"] for window in scene.observer.windows] == ["autoscaler/groups/expel replace i1"]
 
