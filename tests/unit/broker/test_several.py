@@ -13,6 +13,7 @@ from services.core.broker.errors import BrokerError, NotOwner, OffsetOutOfRange,
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
+from services.core.broker.several import consumer as several_consumer
 from services.core.broker.several.broker import open_several
 from services.core.broker.several.brokers import Opening, Places
 from services.core.broker.several.consumer import Revocations, SeveralConsumer
@@ -30,6 +31,7 @@ class ScriptedConsumer:
         self.came = asyncio.Event()
         self.commits: list[Mapping[TopicPartition, int]] = []
         self.paused: set[TopicPartition] = set()
+        self.polls = 0
 
     def give(self, count: int, first: int = 0) -> None:
         records = [Record(None, b"%d" % number, 0) for number in range(first, first + count)]
@@ -37,6 +39,7 @@ class ScriptedConsumer:
         self.came.set()
 
     async def poll(self, *, max_records: int, max_wait: float) -> list[Batch]:
+        self.polls += 1
         if self.error is not None:
             raise self.error
         try:
@@ -114,6 +117,44 @@ async def test_a_broker_that_needs_time_is_read_beside_one_that_never_runs_dry()
         topics += [batch.topic for batch in await consumer.poll(max_records=10, max_wait=60)]
     assert topics.count("b") == 1
     assert topics.count("a") >= 99
+    await consumer.close()
+
+
+async def test_both_are_polled_all_the_time() -> None:
+    """Otherwise an event waits up to a second for the next call, because the poll of its broker has ended before the other's."""
+    first, second, consumer, _ = _both()
+    polling = asyncio.create_task(consumer.poll(max_records=10, max_wait=0.4))
+    await asyncio.sleep(0.2)
+    first.give(1)
+    assert _offsets(await polling) == [("a", [0])]
+    polling = asyncio.create_task(consumer.poll(max_records=10, max_wait=60))  # the second one's poll is from before
+    while second.polls < 2:
+        await asyncio.sleep(0.01)
+    second.give(1)
+    assert _offsets(await polling) == [("b", [0])]
+    await consumer.close()
+
+
+async def test_a_poll_that_never_ends_is_said_and_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the partitions of one broker stand still in silence: the lane goes on with the others, so no watch sees it."""
+    monkeypatch.setattr(several_consumer, "_LIMIT_S", 0.05)
+    first, second, consumer, _ = _both()
+    poll = second.poll
+
+    async def hang(**_: object) -> list[Batch]:
+        second.poll = poll  # type: ignore[method-assign]
+        await asyncio.Event().wait()
+        return []
+
+    second.poll = hang  # type: ignore[method-assign, assignment]
+    second.give(1)
+    first.give(1)
+    assert _offsets(await consumer.poll(max_records=10, max_wait=0.01)) == [("a", [0])]
+    while consumer._polls:  # the one that hangs
+        await asyncio.sleep(0.01)
+    with pytest.raises(Unavailable, match="has not ended"):
+        await consumer.poll(max_records=10, max_wait=0.01)
+    assert _offsets(await consumer.poll(max_records=10, max_wait=60)) == [("b", [0])]
     await consumer.close()
 
 

@@ -5,9 +5,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from services.core.broker.contract import Consumer, Lag, OnRevoke
-from services.core.broker.errors import BrokerError, DataDamaged, HomeChanged, NotOwner, OffsetOutOfRange
+from services.core.broker.errors import BrokerError, DataDamaged, HomeChanged, NotOwner, OffsetOutOfRange, Unavailable
 from services.core.broker.record import Batch, TopicPartition
 from services.core.broker.several.brokers import Places, shift_batch
+
+_LIMIT_S = 120.0
+"""Of a poll beyond its wait. To find positions or the cause of a failed read takes some requests; nobody else watches it."""
 
 
 class Revocations:
@@ -37,9 +40,10 @@ class SeveralConsumer:
         """Under way: at most one of each broker."""
         self._read: list[Batch] = []
         """Polled, not returned yet: another broker was quicker, or its partition was paused meanwhile."""
-        self._errors: deque[BrokerError] = deque()
+        self._failed: set[Consumer] = set()
+        """Their polls have failed since the last call of `poll`."""
+        self._errors: deque[Exception] = deque()
         """Of a poll of one broker, while another one had records to return."""
-        self._bugs: deque[Exception] = deque()
         self._paused: set[TopicPartition] = set()
         revocations.forget = self._forget
 
@@ -52,33 +56,39 @@ class SeveralConsumer:
         if found := self._take(max_records):
             return found
         self._members.rotate(1)
-        share = max(1, max_records // len(self._members))
-        for one in list(self._members)[:max_records]:
-            if one not in self._polls:
-                self._polls[one] = asyncio.create_task(self._poll_one(one, share, max_wait))
-        until = asyncio.get_running_loop().time() + max_wait
-        while self._polls and not self._bugs:
-            left = until - asyncio.get_running_loop().time()
-            done, _ = await asyncio.wait(self._polls.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        self._failed.clear()
+        clock = asyncio.get_running_loop().time
+        until, left = clock() + max_wait, max_wait
+        while self._begin_polls(max_records, left):
+            await asyncio.wait(self._polls.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if found := self._take(max_records):
                 return found
-            if not done:
+            if (left := until - clock()) <= 0:
                 break
-        if self._bugs:
-            raise self._bugs.popleft()
         if self._errors:
             raise self._errors.popleft()
         return []
 
+    def _begin_polls(self, max_records: int, max_wait: float) -> bool:
+        """Poll the brokers that are not being polled, and whose last poll did not fail. Gives whether any is polled now."""
+        share = max(1, max_records // len(self._members))
+        for one in list(self._members)[:max_records]:
+            if one not in self._polls and one not in self._failed:
+                self._polls[one] = asyncio.create_task(self._poll_one(one, share, max_wait))
+        return bool(self._polls)
+
     async def _poll_one(self, consumer: Consumer, max_records: int, max_wait: float) -> None:
-        """Poll a broker, and keep its records or its error at once: a revocation that comes next must find them."""
+        """Keep its records or its error at once: a revocation that comes next must find them."""
         try:
-            found = await consumer.poll(max_records=max_records, max_wait=max_wait)
-            self._read += found
-        except BrokerError as error:
-            self._errors.append(error)
+            async with asyncio.timeout(max_wait + _LIMIT_S):
+                found = await consumer.poll(max_records=max_records, max_wait=max_wait)
+                self._read += found
+        except TimeoutError:
+            self._failed.add(consumer)
+            self._errors.append(Unavailable(f"a poll has not ended within {_LIMIT_S:g} s. It is begun anew"))
         except Exception as error:
-            self._bugs.append(error)
+            self._failed.add(consumer)
+            self._errors.append(error)
         finally:
             del self._polls[consumer]
 
@@ -193,7 +203,7 @@ class HomeConsumer:
         return self._places.base(self._homes[source.topic], source.topic, source.partition)
 
 
-def _sources_of(error: BrokerError) -> frozenset[TopicPartition]:
+def _sources_of(error: Exception) -> frozenset[TopicPartition]:
     """The partitions that an error is about. It counts for the ownership that met it."""
     if isinstance(error, OffsetOutOfRange):
         return frozenset({TopicPartition(error.topic, error.partition)})
