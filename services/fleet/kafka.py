@@ -72,7 +72,7 @@ async def _watch(cluster: KafkaCluster, notify: Notify) -> None:
             starting = asyncio.ensure_future(asyncio.to_thread(cluster.restart))
             try:
                 await asyncio.shield(starting)
-            except KafkaNotReady as error:
-                notify("error", str(error))
+            except (KafkaNotReady, OSError) as error:
+                notify("error", f"Kafka could not be started, which is tried again: {error}")
             finally:  # no thread may start it while another one stops it
                 await _cut_short(cluster, starting)

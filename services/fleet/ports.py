@@ -12,14 +12,16 @@ _newest: deque[int] = deque(maxlen=1000)
 
 def free_port() -> int:
     """A loopback port that nobody listens on now. Another process may use it a moment later. None of the last thousand is given
-    again: whom it was given to may not listen yet."""
-    while True:
+    again, while there are others: whom it was given to may not listen yet."""
+    port = 0
+    for _ in range(100):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
+            port = probe.getsockname()[1]
         if port not in _newest:
-            _newest.append(port)
-            return port
+            break
+    _newest.append(port)
+    return port
 
 
 def check_port_free(address: str, who: str, flag: str) -> None:

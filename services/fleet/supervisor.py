@@ -35,6 +35,8 @@ TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 async def check_ready(session: aiohttp.ClientSession, process: ServiceProcess) -> str | None:
     """None when ready, else the reason, for a person. Takes up to 3 s."""
     pid = process.pid
+    if pid is None:
+        return "does not run"
     try:
         async with session.get(f"http://{process.management}/readyz", timeout=TIMEOUT) as response:
             body = orjson.loads(await response.read())

@@ -212,8 +212,9 @@ class Follower:
 
     async def _open(self) -> None:
         meta = Meta(FORMAT, self.stream, await self._broker.admin.incarnation(self.stream))
-        begin = self._begin
-        if begin is not None and not await self._blocking(self._path.exists):
+        if self._begin is not None and await self._blocking(self._path.exists):
+            self._begin = None  # only a new replica begins with a copy
+        if (begin := self._begin) is not None:
             self.trouble = "fetching the table of another replica"
             held = await self._broker.reader.describe(self.stream)
             self._begin = None  # not before: a broker that does not answer must not cost the copy
