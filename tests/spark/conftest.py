@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 from services.core.aws_emulator import CREDENTIALS, REGION
 from services.core.jvm.kafka import KafkaCluster
 from spark.object_store import ObjectStore
-from spark.session import open_session
+from spark.session import _SETTINGS, open_session
 from tests.spark.log_pipeline import LogPipeline
 
 START_S = 600.0
@@ -29,6 +29,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         for name, value in CREDENTIALS.items():  # Java hands on to Spark's Python processes what it was started with
             environment.setenv(name, value)
         environment.setenv("TMPDIR", "")  # open_session sets it; the tests get the former one back
+        environment.setitem(_SETTINGS, "spark.sql.streaming.stopTimeout", "600s")
         scratch = tmp_path_factory.mktemp("scratch")
         store = ObjectStore(region=REGION, path_style=True)  # its URL is set where a test has one
         session = open_session(

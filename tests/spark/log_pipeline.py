@@ -106,8 +106,8 @@ class RunningJobs:
     def stop(self) -> None:
         """Stop the jobs in good order."""
         for job, thread in self._jobs:
-            job.stop(30.0)
-            thread.join(60.0)
+            job.stop(DEADLINE_S)
+            thread.join(DEADLINE_S + 300)
             assert not thread.is_alive()
         self._jobs.clear()
 

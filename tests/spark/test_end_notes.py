@@ -1,6 +1,7 @@
 """Notes that are created once: in a folder, and in an object store (moto's). A lost answer, a race, and a damaged one."""
 
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import botocore.session
 import pytest
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
 from services.core.aws_emulator import CREDENTIALS
@@ -42,6 +44,13 @@ def s3() -> Iterator[Store]:
     with pytest.MonkeyPatch.context() as environment:
         for name, value in CREDENTIALS.items():
             environment.setenv(name, value)
+        put, puts = S3Response.put_object, threading.Lock()
+
+        def put_one_by_one(response: Any) -> Any:  # moto looks whether there is a key, and stores one, in two steps
+            with puts:
+                return put(response)
+
+        environment.setattr(S3Response, "put_object", put_one_by_one)
         host, port = server.get_host_and_port()
         store = Store("us-east-1", f"http://{host}:{port}", path_style=True)
         bucket._client(store).create_bucket(Bucket="checkpoints")

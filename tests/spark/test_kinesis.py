@@ -106,7 +106,8 @@ def test_an_aggregate_keeps_what_it_leaves_out(pipeline: BrokerPipeline) -> None
     pipeline.send([flight(2, 10), flight(3, 10.1, delay=0)])
     assert reasons(pipeline, 1) == {("id-3", b"transform_error")}
     pipeline.send([flight(4, 20)])
-    assert [orjson.loads(record.value or b"")["flights"] for record in pipeline.records("out", 2)] == [2, 1]
+    results = sorted(pipeline.records("out", 2), key=lambda record: read_id(record) or "")  # perhaps in two shards
+    assert [orjson.loads(record.value or b"")["flights"] for record in results] == [2, 1]
     (note,) = (pipeline.folder / "checkpoints" / pipeline.pipe).rglob("penstock.json")
     identity = orjson.loads(note.read_bytes())
     assert (identity["version"], identity["kind"]) == (2, "in plan, from Penstock 0.2 on"), "0.1 would take it"

@@ -22,7 +22,7 @@ from services.core.event import read_id
 from services.core.pauses import Pause
 from services.core.topic_names import CONTROL
 from tests.spark.log_pipeline import event, numbers, wait_for
-from tests.spark.service_process import LogService
+from tests.spark.service_process import LogService, TooLateError
 from tests.support.pacing import Pace
 
 pytestmark = pytest.mark.spark
@@ -75,11 +75,11 @@ def test_killed_in_the_middle(service: LogService) -> None:
     wait_for(lambda: count(service) >= 250, "250 records")
     driver.kill()  # alone: what it started has to notice
     driver.wait(600)
-    assert count(service) < 1500, "killed too late to mean anything"
+    TooLateError.check(count(service), 1500)
     service.start()
     wait_for(lambda: count(service) >= 750, "750 records")
     service.kill()
-    assert count(service) < 1500, "killed too late to mean anything"
+    TooLateError.check(count(service), 1500)
     service.start()
     wait_for(lambda: count(service) >= 1500, "all records")
     wait_for(lambda: len(numbers(service.reports(), "passed")) >= 1500, "all reports")  # they follow the output
@@ -118,7 +118,7 @@ def test_ready_and_stopped(service: LogService) -> None:
 
     def get(path: str) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://{address}{path}", timeout=300) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:
@@ -141,7 +141,7 @@ def test_ready_and_stopped(service: LogService) -> None:
     assert 'penstock_lag_out_seconds_count{node="transform",pipe="p"} 500.0' in metrics
     wait_for(lambda: any(report.spark for report in service.reports()), "figures for the page")
     ui = next(report.spark.ui for report in service.reports() if report.spark)
-    with urllib.request.urlopen(f"{ui}/StreamingQuery/", timeout=30) as answer:
+    with urllib.request.urlopen(f"{ui}/StreamingQuery/", timeout=300) as answer:
         assert "Streaming Query" in answer.read().decode()
     assert {host for host, _ in listening(process.pid)} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert int(ui.rpartition(":")[2]) in {port for _, port in listening(process.pid)}
@@ -150,7 +150,7 @@ def test_ready_and_stopped(service: LogService) -> None:
     delete_topic(DataFolder.prepare(service.log), "s")
     wait_for(lambda: get("/readyz")[0] == 503, "a query that fails makes it unready")
     failures, pace = re.compile(r'penstock_transform_query_failures_total\{pipe="p"\} (\d+)\.0'), Pace()
-    while (found := failures.search(get("/metrics")[1])) is None or int(found[1]) < 2:  # after five it ends
+    while (found := failures.search(get("/metrics")[1])) is None or int(found[1]) < 3:
         assert get("/readyz")[0] == 503
         pace.rest_blocking()
     assert 'penstock_transform_query_up{pipe="p"} 0.0' in get("/metrics")[1]

@@ -19,7 +19,7 @@ import boto3
 
 from services.core.aws_emulator import CREDENTIALS, REGION
 from services.core.jvm.child import start_child, stop_child
-from services.core.jvm.kafka import free_ports
+from tests.support.ports import free_port
 
 BUCKET = "checkpoints"
 _READY_S = 600.0
@@ -38,7 +38,7 @@ class ObjectStoreServer:
     the status to answer instead. refuse: the status of a request that is not executed; 0: it is."""
 
     def __init__(self, folder: Path) -> None:
-        (self._port,) = free_ports(1)
+        self._port = free_port()
         self._log = folder / "moto.log"
         self.requests: Counter[str] = Counter()
         self.lose: Callable[[str, str], int] = lambda _method, _path: False

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from services.core.jvm.kafka import FAST_START, KafkaCluster, free_ports
+from services.core.jvm.kafka import FAST_START, KafkaCluster
 from tests.support.authority import Authority
+from tests.support.ports import free_port
 
 START_S = 600.0
 _SASL = "org.apache.kafka.common.security"
@@ -45,7 +46,7 @@ class SecuredKafka:
         self.cluster = KafkaCluster(
             folder / "kafka", brokers=1, format_options=options, java_options=(*FAST_START, allowed)
         )
-        self.ports = dict(zip(("tls", "plain", "scram", "stale", "oauth", "signed"), free_ports(6), strict=True))
+        self.ports = {name: free_port() for name in ("tls", "plain", "scram", "stale", "oauth", "signed")}
         self._keys = keys
         self.cluster.settings.update(self._settings())
 

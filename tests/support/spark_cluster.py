@@ -20,8 +20,8 @@ import pyspark
 
 from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.java import NO_PERF_FILE, archive_options, java_env
-from services.core.jvm.kafka import free_ports
 from spark.session import class_archive
+from tests.support.ports import free_port
 
 READY_S = 600.0
 _HOME = Path(pyspark.__file__).parent
@@ -51,7 +51,7 @@ class SparkCluster:
         self._environment = dict(environment or {})
         self.folder = folder.absolute()
         self._count, self._cores, self._memory = workers, cores, memory_mb
-        self.port, self._ui_port = free_ports(2)
+        self.port, self._ui_port = free_port(), free_port()
         self._master: subprocess.Popen[bytes] | None = None
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
 

@@ -146,7 +146,7 @@ async def test_a_poll_that_never_ends_is_said_and_begun_anew(monkeypatch: pytest
         await asyncio.Event().wait()
         return []
 
-    second.poll = hang  # type: ignore[method-assign, assignment]
+    second.poll = hang  # type: ignore[method-assign]
     second.give(1)
     first.give(1)
     assert _offsets(await consumer.poll(max_records=10, max_wait=0.01)) == [("a", [0])]
