@@ -115,15 +115,18 @@ class Pauses:
     async def refresh(self) -> None:
         """Read new records to the end of the topic. Raises BrokerError kinds."""
         async with self._refreshing:  # an older page must not be applied after a newer one
-            changed = False
-            try:
-                async for offset, record in self._topic.read_new():
-                    changed |= self._apply(offset, record)
-                self.unknown = None
-            finally:  # also when a later read fails: the records before it are not read again
-                if changed:
-                    event, self._changed = self._changed, asyncio.Event()
-                    event.set()
+            await self._read_new()
+
+    async def _read_new(self) -> None:
+        changed = False
+        try:
+            async for offset, record in self._topic.read_new():
+                changed |= self._apply(offset, record)
+            self.unknown = None
+        finally:  # also when a later read fails: the records before it are not read again
+            if changed:
+                event, self._changed = self._changed, asyncio.Event()
+                event.set()
 
     async def follow(self, stopping: asyncio.Event) -> None:
         """Refresh every FOLLOW_S until `stopping`. A series of failures is logged once."""
