@@ -135,10 +135,10 @@ def test_a_join_in_the_streaming_plan_follows_the_table(pipeline: LogPipeline, r
     pipeline.states.clear()
     put(pipeline.folder, UA="b")
     wait_for(lambda: table.version == 2, "the new content")
-    send(pipeline, flew(1, "UA", 20))
-    wait_for(lambda: bool(pipeline.out), "the first window")
     found: set[str | None] = set()
-    for number in range(2, 60):  # until a batch of the query that began again
+    # Until a batch of the query that began again. Between a batch and the one that closes its windows, Spark's memory of these is
+    # lost with the former query: then they come with the next event.
+    for number in range(1, 60):
         send(pipeline, flew(number, "UA", 20 * number))
         found = {(read_id(one) or "")[:1] for one in pipeline.out}
         if "b" in found:
