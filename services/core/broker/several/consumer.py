@@ -10,7 +10,8 @@ from services.core.broker.record import Batch, TopicPartition
 from services.core.broker.several.brokers import Places, shift_batch
 
 _LIMIT_S = 120.0
-"""Of a poll beyond its wait. To find positions or the cause of a failed read takes some requests; nobody else watches it."""
+"""How long a poll may last after its `max_wait`: some requests find positions, or the cause of a failed read. Nobody else
+watches it."""
 
 
 class Revocations:
@@ -41,16 +42,16 @@ class SeveralConsumer:
         self._read: list[Batch] = []
         """Polled, not returned yet: another broker was quicker, or its partition was paused meanwhile."""
         self._failed: set[Consumer] = set()
-        """Their polls have failed since the last call of `poll`."""
+        """Their polls have failed since `poll` last waited for the brokers."""
         self._errors: deque[Exception] = deque()
-        """Of a poll of one broker, while another one had records to return."""
+        """Of polls, not raised yet."""
         self._paused: set[TopicPartition] = set()
         revocations.forget = self._forget
 
     async def poll(self, *, max_records: int, max_wait: float) -> list[Batch]:
         """As in the contract: the first broker with records ends the wait. The polls of the others go on, and their records come
-        with a later call: cancelled each time, one that must first ask its broker something would never end beside a busy one.
-        A broker that fails does not hold up the others: its error is raised in turn with their records."""
+        with a later call. If they were cancelled, a poll that must first ask its broker something would never end beside a busy
+        broker. A broker that fails does not hold up the others: its error is raised in turn with their records."""
         if self._errors:
             raise self._errors.popleft()
         if found := self._take(max_records):
@@ -80,17 +81,18 @@ class SeveralConsumer:
     async def _poll_one(self, consumer: Consumer, max_records: int, max_wait: float) -> None:
         """Keep its records or its error at once: a revocation that comes next must find them."""
         try:
-            async with asyncio.timeout(max_wait + _LIMIT_S):
+            async with asyncio.timeout(max_wait + _LIMIT_S) as limit:
                 found = await consumer.poll(max_records=max_records, max_wait=max_wait)
                 self._read += found
-        except TimeoutError:
-            self._failed.add(consumer)
-            self._errors.append(Unavailable(f"a poll has not ended within {_LIMIT_S:g} s. It is begun anew"))
         except Exception as error:
             self._failed.add(consumer)
-            self._errors.append(error)
+            self._errors.append(self._never_ended(consumer) if limit.expired() else error)
         finally:
             del self._polls[consumer]
+
+    def _never_ended(self, consumer: Consumer) -> Unavailable:
+        topics = ", ".join(topic for topic, one in self._by_topic.items() if one is consumer)
+        return Unavailable(f"a poll of {topics} has not ended {_LIMIT_S:g} s after its wait. It is begun again")
 
     async def close(self) -> None:
         """End the polls under way, before their brokers are left."""
