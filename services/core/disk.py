@@ -29,7 +29,7 @@ async def _measure(folder: Path) -> None:
         return
     _asked.add(folder)
     asking = asyncio.create_task(_ask(folder))
-    done, _ = await asyncio.wait({asking}, timeout=_LIMIT_S)  # it is not cancelled: it may still wait for a thread
+    done, _ = await asyncio.wait({asking}, timeout=_LIMIT_S)  # never cancelled: the thread may not be free yet
     free = size = math.nan
     if done and (disk := asking.result()) is not None:
         free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize

@@ -187,7 +187,7 @@ async def _measure(path: Path) -> None:
         return
     _asked.add(path)
     asking = asyncio.create_task(_ask(path))
-    done, _ = await asyncio.wait({asking}, timeout=_LIMIT_S)  # it is not cancelled: it may still wait for a thread
+    done, _ = await asyncio.wait({asking}, timeout=_LIMIT_S)  # never cancelled: the thread may not be free yet
     for task in done:
         task.result()
 

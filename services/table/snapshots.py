@@ -73,8 +73,8 @@ class Snapshots:
 async def _to_the_end(
     function: Callable[Arguments, Result], *arguments: Arguments.args, **more: Arguments.kwargs
 ) -> Result:
-    """Run it in a thread. A client that leaves cancels its request: that neither keeps a removal from its thread, nor lets one
-    overtake a copy."""
+    """Run it in a thread, to its end. A client that leaves cancels its request: the removal must not be dropped by that, nor run
+    before the copy has ended."""
     running = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **more))
     try:
         return await asyncio.shield(running)

@@ -137,7 +137,7 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
             self.paused -= mine
             try:
                 await self._drain_off(mine)
-            finally:  # also when the poll is cancelled: nobody would read these before the next rebalance
+            finally:  # also when the poll is cancelled: otherwise nobody reads these until the next rebalance
                 if self.epoch == epoch and not self._closing:
                     self.owned |= mine
                     self.unpositioned |= mine
