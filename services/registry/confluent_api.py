@@ -16,7 +16,7 @@ from services.registry.catalog import Catalog, Schema, Subject, Version
 from services.registry.entries import Reference
 from services.registry.http import caller, confluent_answer, covers, is_true, knows_schema, read_body, require_manage
 from services.registry.problems import Refused
-from services.registry.registrar import Registrar, check_subject, describe, latest_version
+from services.registry.registrar import Judgement, Registrar, check_subject, latest_version
 from services.registry.schema_reader import Candidate, no_such_reference
 from services.registry.views import confluent_schema, confluent_version
 
@@ -209,9 +209,7 @@ class ConfluentApi:
             raise Refused(problems.SUBJECT_NOT_FOUND, "GET /subjects lists the subjects.")
         level = self._catalog.level_of(name).removesuffix("_TRANSITIVE")
         judgement = await self._registrar.compare(candidate, [find_version(subject, number)], level)
-        messages = [describe(found, version) for found, version in judgement.differences]
-        more = {"messages": messages, "differences": judgement.as_json()} if is_true(request, "verbose") else {}
-        return confluent_answer({"is_compatible": judgement.compatible, **more})
+        return _verdict(request, judgement)
 
     async def compatible(self, request: web.Request) -> web.Response:
         """Against the versions that the subject's level asks for."""
@@ -221,9 +219,7 @@ class ConfluentApi:
         judgement = await self._registrar.judge(name, candidate) if covers(request, name) else None
         if judgement is None:
             raise Refused(problems.SUBJECT_NOT_FOUND, "GET /subjects lists the subjects.")
-        messages = [describe(found, version) for found, version in judgement.differences]
-        more = {"messages": messages, "differences": judgement.as_json()} if is_true(request, "verbose") else {}
-        return confluent_answer({"is_compatible": judgement.compatible, **more})
+        return _verdict(request, judgement)
 
     # Levels and modes.
 
@@ -331,6 +327,13 @@ def find_version(subject: Subject, number: int | None) -> Version:
     if number > len(subject.versions):
         raise Refused(problems.VERSION_NOT_FOUND, f"{subject.name} has the versions 1 to {len(subject.versions)}.")
     return subject.versions[number - 1]
+
+
+def _verdict(request: web.Request, judgement: Judgement) -> web.Response:
+    more: dict[str, Any] = {}
+    if is_true(request, "verbose"):
+        more = {"messages": judgement.messages(), "differences": judgement.as_json(), "repair": judgement.repair}
+    return confluent_answer({"is_compatible": judgement.compatible, **more})
 
 
 def _version_number(text: str) -> int | None:

@@ -115,14 +115,13 @@ class OwnApi:
         await self._registrar.log.refresh()
         level = self._catalog.level_of(name)
         judgement = await self._registrar.judge(name, candidate, level)
-        patch = None if judgement.compatible else await self._registrar.repair(name, candidate, level)
         return json_answer(
             {
                 "subject": name,
                 "level": level,
                 "compatible": judgement.compatible,
                 "differences": judgement.as_json(),
-                "repair": patch,
+                "repair": judgement.repair,
                 **identity_view(candidate),
             }
         )
@@ -131,8 +130,8 @@ class OwnApi:
         """Everything that differs between two schemas, and which levels allow the change."""
         body = await read_body(request)
         old, new = await self._side(request, body, "from"), await self._side(request, body, "to")
-        found = await self._registrar.differences(old, new)
-        broken = {one.breaks for one in found} - {""}
+        found = await self._registrar.diff(old, new)
+        broken = {one.breaks for one in found.differences} - {""}
         levels = {
             Level.BACKWARD.value: not broken & {"BACKWARD", "FULL"},
             Level.FORWARD.value: not broken & {"FORWARD", "FULL"},
@@ -142,7 +141,8 @@ class OwnApi:
             {
                 "same": old.fingerprint == new.fingerprint,
                 "levels": levels,
-                "differences": [one.to_json() for one in found],
+                "differences": [one.to_json() for one in found.differences],
+                "repair": found.repair,
             }
         )
 

@@ -14,7 +14,7 @@ import msgspec
 import orjson
 
 from services.core import metrics
-from services.core.avro.compatibility import Difference, Level, check, diff, repair
+from services.core.avro.compatibility import Comparison, Difference, Level, compare, diff
 from services.core.avro.patch import Operation
 from services.core.avro.resolution import TooComplex
 from services.core.avro.schema import Schema as AvroSchema
@@ -38,6 +38,10 @@ LEVELS = tuple(level.value for level in Level)
 MODES = ("READWRITE", "READONLY")
 _SUBJECT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 _RACES = 1000
+_TOLD = 5
+"""Differences in the text of a refusal. Its members have all of them."""
+_SHOWN = 2000
+"""Characters of a patch in that text."""
 MAX_WAITING = 1000
 """Registrations that wait for their turn."""
 _OUTCOMES = {
@@ -49,10 +53,10 @@ _OUTCOMES = {
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Whether a schema is compatible: each difference with the number of the version. subjects: of a protocol, for each one."""
+    """Whether a schema is compatible: each difference with the number of the version. repair: one patch that ends them all."""
 
-    differences: tuple[tuple[Difference, int | None], ...]
-    subjects: tuple[str, ...] = ()
+    differences: tuple[tuple[Difference, int | None], ...] = ()
+    repair: list[Operation] | None = None
 
     @property
     def compatible(self) -> bool:
@@ -61,26 +65,27 @@ class Judgement:
 
     def as_json(self) -> list[dict[str, object]]:
         """The differences, each with the version that it is about."""
-        differences: list[dict[str, object]] = [
-            {**found.to_json(), "version": version} for found, version in self.differences
-        ]
-        if self.subjects:
-            return [{"subject": name, **found} for name, found in zip(self.subjects, differences, strict=True)]
-        return differences
+        return [{**found.to_json(), "version": version} for found, version in self.differences]
 
     def as_text(self) -> str:
-        """Field, rule and fix of each, for a person."""
-        names = [f"{name}: " for name in self.subjects] or [""] * len(self.differences)
-        pairs = zip(names[:5], self.differences[:5], strict=True)
-        return " ".join(f"{name}{describe(found, version)}" for name, (found, version) in pairs)
+        """The first differences and the patch, for a person."""
+        return " ".join(self.messages(_TOLD))
+
+    def messages(self, most: int | None = None) -> list[str]:
+        """Differences in a sentence each (where, the rule, what breaks), at most so many; then the patch."""
+        said = [_describe(found, version) for found, version in self.differences[:most]]
+        return said if self.repair is None else [*said, f"Fix: {_shown(self.repair)}"]
 
 
-def describe(found: Difference, version: int | None = None) -> str:
-    """One difference in a sentence: where, the rule, what breaks, and the patch."""
+def _describe(found: Difference, version: int | None) -> str:
     where = found.path or "/"
     against = "" if version is None else f" against version {version}"
-    fix = f" Fix: {orjson.dumps(found.fix).decode()}." if found.fix else ""
-    return f"{where}{against}, rule {found.rule}: {found.message.rstrip('.')}.{fix}"
+    return f"{where}{against}, rule {found.rule}: {found.message.rstrip('.')}."
+
+
+def _shown(patch: list[Operation]) -> str:
+    text = orjson.dumps(patch).decode()
+    return f"{text}." if len(text) <= _SHOWN else "the member `repair` of this answer."
 
 
 def check_subject(name: str) -> str:
@@ -167,23 +172,22 @@ class Registrar:
             new_ids: dict[str, int] = {}
             changes: list[Change] = []
             placed: list[tuple[str, int]] = []
-            found: list[tuple[Difference, int | None]] = []
-            subjects: list[str] = []
+            refused: list[tuple[str, Judgement]] = []
             for subject, candidate in types:
                 version = self._version_of(subject, candidate)
                 if version is not None:
                     placed.append((subject, version.number))
                     continue
                 self._check_writable(subject)
-                found += (await self.judge(subject, candidate)).differences
-                subjects += [subject] * (len(found) - len(subjects))
+                judgement = await self.judge(subject, candidate)
+                if not judgement.compatible:
+                    refused.append((subject, judgement))
                 changes += self._changes_for(subject, candidate, new_ids, protocol.name)
                 added = changes[-1]
                 assert isinstance(added, AddVersion), subject
                 placed.append((subject, added.version))
-            if found:
-                judgement = Judgement(tuple(found), tuple(subjects))
-                raise _incompatible(f"{protocol.name} is incompatible.", judgement)
+            if refused:
+                raise _incompatible_types(protocol.name, refused)
             known = self.catalog.protocols.get(protocol.name, [])
             if known and not may_change(known[-1]):
                 raise Refused(problems.NOT_PERMITTED, f"{protocol.name} has types that the key does not cover.")
@@ -210,26 +214,16 @@ class Registrar:
         """Against these versions, oldest first. Raises Refused."""
         chosen = Level(level)
         if not existing or chosen is Level.NONE:
-            return Judgement(())
+            return Judgement()
         counted = existing if chosen.transitive else existing[-1:]
+        schemas = _Stored(counted, self._schemas)
         try:
-            schemas = _Stored(counted, self._schemas)
-            differences = await compute(lambda: check(chosen, candidate.parsed, schemas))
+            found = await compute(lambda: compare(chosen, candidate.parsed, schemas))
         except TooComplex as error:
             raise Refused(problems.BAD_SCHEMA, str(error)) from error
-        return Judgement(tuple((one, counted[one.against].number) for one in differences))
+        return Judgement(tuple((one, counted[one.against].number) for one in found.differences), found.repair)
 
-    async def repair(self, subject: str, candidate: Candidate, level: str) -> list[Operation] | None:
-        """One patch that makes the candidate compatible with what `judge` compares it with, or None. Raises Refused."""
-        chosen, found = Level(level), self.catalog.subjects.get(subject)
-        existing = [] if found is None else current_versions(found)
-        schemas = _Stored(existing if chosen.transitive else existing[-1:], self._schemas)
-        try:
-            return await compute(lambda: repair(chosen, candidate.parsed, schemas))
-        except TooComplex as error:
-            raise Refused(problems.BAD_SCHEMA, str(error)) from error
-
-    async def differences(self, old: AvroSchema, new: AvroSchema) -> list[Difference]:
+    async def diff(self, old: AvroSchema, new: AvroSchema) -> Comparison:
         """Everything that differs. Raises Refused."""
         try:
             return await compute(lambda: diff(old, new))
@@ -384,4 +378,14 @@ class _Stored(Sequence[AvroSchema]):
 
 
 def _incompatible(what: str, judgement: Judgement) -> Refused:
-    return Refused(problems.INCOMPATIBLE, f"{what} {judgement.as_text()}", differences=judgement.as_json())
+    text, differences = f"{what} {judgement.as_text()}", judgement.as_json()
+    return Refused(problems.INCOMPATIBLE, text, differences=differences, repair=judgement.repair)
+
+
+def _incompatible_types(protocol: str, refused: Sequence[tuple[str, Judgement]]) -> Refused:
+    """Each difference has the subject; `repairs` has a patch for each subject for which there is one."""
+    told = " ".join(f"{subject}: {judgement.as_text()}" for subject, judgement in refused[:_TOLD])
+    differences = [{"subject": subject, **one} for subject, judgement in refused for one in judgement.as_json()]
+    repairs = {subject: judgement.repair for subject, judgement in refused if judgement.repair is not None}
+    text = f"{protocol} is incompatible. {told}"
+    return Refused(problems.INCOMPATIBLE, text, differences=differences, repairs=repairs)

@@ -56,6 +56,24 @@ async def test_subjects_versions_and_differences(chromium: Browser) -> None:
             assert "owned" not in await page.title()
 
 
+async def test_several_differences_have_one_patch(chromium: Browser) -> None:
+    """Broken: of two differences neither has a fix, and a person does not see the patch that ends both."""
+    new: list[dict[str, object]] = [{"name": name, "type": "long"} for name in ("a", "b")]
+    async with running_registry() as client:
+        await client.ask("PUT", "/config/s", {"compatibility": "NONE"})
+        await client.register("s", record())
+        await client.register("s", record(*new))
+        async with open_page(chromium, f"{client.base}/", viewport={"width": 1200, "height": 1000}) as page:
+            await page.get_by_role("button", name="s", exact=True).click()
+            found = page.locator("#differences article")
+            await expect(found).to_have_count(3)
+            await expect(found.nth(0)).not_to_contain_text("fix")
+            await expect(found.nth(2)).to_contain_text("together make it FULL compatible")
+            await expect(found.nth(2).locator("pre")).to_have_count(2)
+            if (folder := os.environ.get("PENSTOCK_SCREENSHOTS")) is not None:
+                await page.screenshot(path=Path(folder) / "together.png", full_page=True)
+
+
 async def test_it_shows_what_was_registered_since(chromium: Browser) -> None:
     """Broken: an empty registry stays empty on the page until somebody loads it again."""
     async with running_registry() as client, open_page(chromium, f"{client.base}/", color_scheme="dark") as page:

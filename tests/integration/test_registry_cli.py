@@ -23,7 +23,10 @@ async def penstock(client: Client, *arguments: str | Path) -> tuple[int, str]:
 
 async def test_exit_codes(tmp_path: Path) -> None:
     """Broken: a pipeline deploys a producer whose schema breaks its readers, or stops for one that breaks nobody."""
-    for name, text in (("good.avsc", V1), ("bad.avsc", INCOMPATIBLE), ("broken.avsc", "{"), ("shop.avdl", IDL)):
+    worse = json.loads(INCOMPATIBLE)
+    worse["fields"].append({"name": "more", "type": "long"})
+    files = {"good.avsc": V1, "bad.avsc": INCOMPATIBLE, "worse.avsc": json.dumps(worse), "broken.avsc": "{"}
+    for name, text in (files | {"shop.avdl": IDL}).items():
         await asyncio.to_thread((tmp_path / name).write_text, text)
     subject = ("--subject", "clicks-value")
     async with running_registry() as client:
@@ -36,6 +39,10 @@ async def test_exit_codes(tmp_path: Path) -> None:
         assert "/fields/1" in out
         assert "fix" in out
         assert "\x1b" not in out
+        status, out = await penstock(client, "check", tmp_path / "worse.avsc", *subject)
+        together = out.splitlines()[-2:]
+        assert (status, "fix" in out) == (1, False)
+        assert [json.loads(step)["path"] for step in together] == ["/fields/1/default", "/fields/2/default"]
         assert (await penstock(client, "push", tmp_path / "broken.avsc", *subject))[0] == 2
         assert (await penstock(client, "diff", "clicks-value@1", tmp_path / "bad.avsc"))[0] == 1
         status, out = await penstock(client, "check", tmp_path / "shop.avdl", "--json")

@@ -21,11 +21,11 @@ from services.core.avro.resolution import TooComplex
 from services.core.avro.schema import Named, Schema
 
 MAX_TRIES: Final = 200
-"""How many candidates of fixes are tried in one comparison. Later findings get none."""
+"""How many candidates of changes a repair tries."""
 MAX_TRIED_NODES: Final = 50_000
 """The same in types and fields of the new schema, which each try reads again: a schema of 50,000 gets one try."""
-MAX_ROUNDS: Final = 100
-"""How many fixes a repair may need."""
+MAX_PASSES: Final = 3
+"""How often a repair goes through all versions: a change for a later one may break an earlier one."""
 
 
 class Level(StrEnum):
@@ -61,7 +61,8 @@ class Difference:
 
     path: a JSON pointer into the new schema. rule: an id of `rules.py`. reader, writer: what does not fit, None for nothing.
     Where breaks is not FORWARD, the reader is the new one. breaks: BACKWARD, FORWARD, FULL, or empty: nothing. fix: a JSON
-    Patch (RFC 6902) of the new schema that ends this difference, or None. against: the index of the earlier schema.
+    Patch (RFC 6902) of the new schema that makes it compatible. None when there is none, and beside other differences: one patch
+    ends all of them (`Comparison.repair`). against: the index of the earlier schema.
     """
 
     path: str
@@ -87,69 +88,83 @@ class Difference:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """differences: what does not fit. repair: one JSON Patch of the new schema that makes it compatible. None: it is already, or
+    no such patch was found."""
+
+    differences: list[Difference]
+    repair: list[Operation] | None
+
+
+def compare(level: Level, new: Schema, existing: Sequence[Schema]) -> Comparison:
+    """As `check`, with the patch, which is also the fix of an only difference. Raises TooComplex."""
+    found = check(level, new, existing)
+    patch = repair(level, new, existing) if found else None
+    return Comparison(found if len(found) != 1 else [replace(found[0], fix=patch)], patch)
+
+
 def check(level: Level, new: Schema, existing: Sequence[Schema]) -> list[Difference]:
-    """What the level forbids in the new schema; empty when it is compatible. existing: earlier versions, the oldest first.
+    """What the level forbids in the new schema, without fixes; empty when it is compatible. existing: earlier versions, the
+    oldest first.
 
     Raises TooComplex.
     """
     differences: dict[tuple[str, str], Difference] = {}
-    for difference in _differences(level, new, existing, _budget(new)):
-        differences.setdefault((difference.path, difference.message), difference)
+    for index, old in _counted(level, existing):
+        for group in _groups(_findings(new, old, level)):
+            difference = _difference(group, index)
+            differences.setdefault((difference.path, difference.message), difference)
     return list(differences.values())
 
 
 def compatible(level: Level, new: Schema, existing: Sequence[Schema]) -> bool:
-    """Whether `check` finds nothing. Makes no fixes, so it is quicker. Raises TooComplex."""
+    """Whether `check` finds nothing. It ends at the first difference, so it is quicker. Raises TooComplex."""
     return not any(_findings(new, old, level) for _, old in _counted(level, existing))
 
 
-def diff(old: Schema, new: Schema) -> list[Difference]:
+def diff(old: Schema, new: Schema) -> Comparison:
     """Every change from the old schema to the new one: first what breaks a direction, then what breaks nothing (`breaks` empty).
+    The repair makes the two FULL compatible.
 
     Raises TooComplex.
     """
-    found = check(Level.FULL, new, [old])
+    found = compare(Level.FULL, new, [old])
     known = {
         (finding.site, finding.field.name if finding.field else "") for finding, _ in _findings(new, old, Level.FULL)
     }
     rest = [note for note in notes(old, new) if (note.path, "") not in known and (note.path, note.subject) not in known]
-    return found + [Difference(note.path, note.rule, note.new, note.old, "", note.message, None) for note in rest]
+    more = [Difference(note.path, note.rule, note.new, note.old, "", note.message, None) for note in rest]
+    return Comparison(found.differences + more, found.repair)
 
 
 def repair(level: Level, new: Schema, existing: Sequence[Schema]) -> list[Operation] | None:
-    """One JSON Patch of the new schema that makes it compatible: the fixes, one after the other. None when there is none, or
-    none among the candidates of one comparison.
+    """One JSON Patch of the new schema that makes it compatible. None when there is none among the candidates that are tried.
 
-    Raises TooComplex.
+    It is made of steps, each of which ends a difference of one pair.
     """
     patch: list[Operation] = []
     schema, tries = new, _budget(new)
-    for _ in range(MAX_ROUNDS):
-        is_compatible = True
-        for difference in _differences(level, schema, existing, tries):
-            is_compatible = False
-            if difference.fix is not None:
-                break
-        if is_compatible:
-            return patch
-        changed = None if difference.fix is None else _apply(schema, difference.fix)
-        if difference.fix is None or changed is None:
-            return None
-        patch += difference.fix
-        schema = changed
+    with suppress(TooComplex):
+        for _ in range(MAX_PASSES):
+            is_compatible = True
+            for _, old in _counted(level, existing):
+                while found := _findings(schema, old, level):
+                    is_compatible = False
+                    step = _step(schema, old, level, found, tries)
+                    changed = None if step is None else _apply(schema, step)
+                    if step is None or changed is None:
+                        return None
+                    patch += step
+                    schema = changed
+            if is_compatible:
+                return patch
     return None
 
 
 def _budget(new: Schema) -> list[int]:
     """How many candidates may be tried."""
     return [min(MAX_TRIES, MAX_TRIED_NODES // _size(new))]
-
-
-def _differences(level: Level, new: Schema, existing: Sequence[Schema], tries: list[int]) -> Iterator[Difference]:
-    """All of them, those against several versions several times. A fix is looked for when its difference is taken."""
-    for index, old in _counted(level, existing):
-        for difference in _compare(new, old, level, tries):
-            yield replace(difference, against=index)
 
 
 def _counted(level: Level, existing: Sequence[Schema]) -> Iterable[tuple[int, Schema]]:
@@ -163,26 +178,41 @@ def _findings(new: Schema, old: Schema, level: Level) -> list[tuple[Finding, boo
     return found + ([(finding, False) for finding in find(old, new, new_reads=False)] if level.old_reads else [])
 
 
-def _compare(new: Schema, old: Schema, level: Level, tries: list[int]) -> Iterator[Difference]:
-    found = _findings(new, old, level)
+def _groups(found: list[tuple[Finding, bool]]) -> list[list[tuple[Finding, bool]]]:
+    """The findings of one pair, those of one place and rule together: they are one difference."""
     places: dict[tuple[str, str, str], list[tuple[Finding, bool]]] = {}
     for finding, new_reads in found:
         places.setdefault((finding.site, finding.rule, finding.subject), []).append((finding, new_reads))
-    for group in places.values():
-        finding = group[0][0]
-        directions = {"BACKWARD" if new_reads else "FORWARD" for _, new_reads in group}
-        yield Difference(
-            finding.site,
-            finding.rule,
-            fragment(finding.reader, finding.field),
-            None if finding.rule == "FIELD_NEEDS_DEFAULT" else fragment(finding.writer, None),
-            "FULL" if len(directions) == 2 else directions.pop(),
-            finding.message,
-            _fix(group, new, old, level, found, tries),
-        )
+    return list(places.values())
 
 
-def _fix(
+def _difference(group: list[tuple[Finding, bool]], against: int) -> Difference:
+    finding = group[0][0]
+    directions = {"BACKWARD" if new_reads else "FORWARD" for _, new_reads in group}
+    return Difference(
+        finding.site,
+        finding.rule,
+        fragment(finding.reader, finding.field),
+        None if finding.rule == "FIELD_NEEDS_DEFAULT" else fragment(finding.writer, None),
+        "FULL" if len(directions) == 2 else directions.pop(),
+        finding.message,
+        None,
+        against,
+    )
+
+
+def _step(
+    new: Schema, old: Schema, level: Level, found: list[tuple[Finding, bool]], tries: list[int]
+) -> list[Operation] | None:
+    """A patch that ends the first difference for which there is one. None when there is none."""
+    for group in _groups(found):
+        patch = _ending(group, new, old, level, found, tries)
+        if patch is not None:
+            return patch
+    return None
+
+
+def _ending(
     group: list[tuple[Finding, bool]],
     new: Schema,
     old: Schema,

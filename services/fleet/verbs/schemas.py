@@ -134,7 +134,7 @@ def diff(
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
-    """Show the differences of two schemas that break a reader, each with a fix.
+    """Show the differences of two schemas, and the changes that end those that break a reader.
 
     Status 0 when the level allows the change, 1 when it does not, 2 when a file is wrong.
     """
@@ -148,6 +148,7 @@ def diff(
         typer.echo(json.dumps({**answer, "compatible": allowed}))
     else:
         print_differences(answer["differences"])
+        _print_together(answer, "FULL compatible")
         same = (
             "the schemas are the same"
             if answer["same"]
@@ -240,9 +241,18 @@ def _refuse(answer: dict[str, Any], *, as_json: bool) -> None:
     else:
         print_differences(answer["differences"])
         print_note(f"incompatible: {format_count(len(answer['differences']), 'difference')}", "red")
-        if len(answer["differences"]) > 1 and answer.get("repair"):
-            print_note(f"These changes together make it compatible: {json.dumps(answer['repair'])}", "green")
+        _print_together(answer, "compatible")
     raise typer.Exit(INCOMPATIBLE)
+
+
+def _print_together(answer: dict[str, Any], makes: str) -> None:
+    """The patch that ends several differences. That of an only one stands beside it. `repairs`: of a protocol, by subject."""
+    fixed = {one.get("subject", "") for one in answer["differences"] if one["fix"]}
+    for subject, patch in (answer.get("repairs") or {"": answer.get("repair")}).items():
+        if patch and subject not in fixed:
+            print_note(f"These changes {f'of {plain(subject)} ' if subject else ''}together make it {makes}:", "green")
+            for step in patch:
+                OUT.print(Text(f"  {json.dumps(step)}"))
 
 
 def _target(registry: str | None, key_file: Path | None, data: Path) -> Registry:

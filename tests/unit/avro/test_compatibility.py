@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.avro import compatibility
-from services.core.avro.compatibility import Difference, Level, check, compatible, diff, repair
+from services.core.avro.compatibility import Difference, Level, check, compare, compatible, diff, repair
 from services.core.avro.json_document import Json, SchemaError
 from services.core.avro.parsing import parse_schema
 from services.core.avro.patch import PatchError, apply_patch
@@ -35,7 +35,7 @@ def changed(schema: Schema, patch: list[dict[str, Json]]) -> Schema:
 
 def only(level: Level, new: Schema, old: Schema) -> Difference:
     """The one difference."""
-    [difference] = check(level, new, [old])
+    [difference] = compare(level, new, [old]).differences
     return difference
 
 
@@ -166,24 +166,42 @@ def test_a_comparison_of_too_many_pairs_is_refused() -> None:
 
 
 @given(st.integers(0, 1 << 32), st.sampled_from([Level.BACKWARD, Level.FORWARD, Level.FULL]))
-def test_every_fix_helps(seed: int, level: Level) -> None:
-    """Broken: a change is offered that does not make the pair compatible."""
+def test_every_offered_patch_makes_the_pair_compatible(seed: int, level: Level) -> None:
+    """Broken: a producer applies the patch of a refusal and is refused again."""
     try:
         old, new = (parse_schema(json.dumps(one)) for one in pair(seed))
     except SchemaError:
         return
-    found = check(level, new, [old])
-    assert compatible(level, new, [old]) is (not found)
-    for difference in found:
-        if difference.fix is not None:
-            left = check(level, changed(new, difference.fix), [old])
-            assert len(left) < len(found) or (difference.breaks == "FULL" and len(left) == len(found))
-    if all(difference.fix is not None for difference in found) and len(found) == 1 and found[0].breaks != "FULL":
-        assert check(level, changed(new, cast(Any, found[0].fix)), [old]) == []
-    patch = repair(level, new, [old])
-    if patch is not None:
+    found = compare(level, new, [old])
+    assert compatible(level, new, [old]) is (not found.differences)
+    offered = [difference.fix for difference in found.differences if difference.fix is not None]
+    for patch in [*offered, *([] if found.repair is None else [found.repair])]:
         assert check(level, changed(new, patch), [old]) == []
-    assert {item.rule for item in found} <= {item.rule for item in diff(old, new)}
+    if len(found.differences) == 1:
+        assert found.differences[0].fix == found.repair
+    assert {item.rule for item in found.differences} <= {item.rule for item in diff(old, new).differences}
+
+
+@given(st.lists(st.integers(0, 1 << 32), min_size=2, max_size=4), st.sampled_from(list(Level)))
+def test_a_repair_fits_every_version_that_counts(seeds: list[int], level: Level) -> None:
+    """Broken: a patch that ends the differences from the first version brings some from the second one."""
+    try:
+        schemas = [parse_schema(json.dumps(pair(seed)[0])) for seed in seeds]
+    except SchemaError:
+        return
+    *existing, new = schemas
+    found = compare(level, new, existing)
+    if found.repair is not None:
+        assert found.differences
+        assert compatible(level, changed(new, found.repair), existing)
+
+
+def test_several_differences_have_one_patch() -> None:
+    """Broken: each of three new fields has a patch that leaves the schema incompatible."""
+    new, old = record(("a", "int"), ("b", "int"), ("c", "int")), record()
+    found = compare(Level.BACKWARD, new, [old])
+    assert [difference.fix for difference in found.differences] == [None] * 3
+    assert found.repair == [{"op": "add", "path": f"/fields/{n}/default", "value": 0} for n in range(3)]
 
 
 def test_nine_of_ten_incompatible_pairs_have_a_repair() -> None:
@@ -248,4 +266,5 @@ def test_a_large_schema_gets_fewer_tries(monkeypatch: pytest.MonkeyPatch) -> Non
         old, new = (record(*((f"f{n}", kind) for n in range(fields))) for kind in ("string", "int"))
         tried.clear()
         assert len(check(Level.FULL, new, [old])) == fields
-        assert len(tried) == tries
+        assert (repair(Level.FULL, new, [old]) is not None) == (tries == fields)
+        assert len(tried) == 2 * tries  # each is tried, and then done

@@ -197,7 +197,7 @@ async def test_a_difference_has_a_patch() -> None:
 
 
 async def test_one_patch_repairs_all_differences() -> None:
-    """Broken: each fix ends one difference, and the schema is still refused when all of them are applied."""
+    """Broken: a producer applies the patch of a refusal and is refused again; or a way to ask has no patch."""
     ours = [{"name": name, "type": "int"} for name in ("a", "b", "c")]
     new: Any = {"type": "record", "name": "R", "fields": [{"name": "x", "type": "int"}, *ours]}
     async with running_registry() as client:
@@ -207,6 +207,15 @@ async def test_one_patch_repairs_all_differences() -> None:
         mended = apply_patch(new, checked["repair"])
         again = await client.ask("POST", "/v1/check", {"subject": "s", "schema": json.dumps(mended)})
         assert (again["compatible"], again["differences"], again["repair"]) == (True, [], None)
+        assert {found["fix"] for found in checked["differences"]} == {None}
+        refused = await client.register("s", json.dumps(new), status=409)
+        body = {"schema": json.dumps(new)}
+        verbose = await client.ask("POST", "/compatibility/subjects/s/versions/latest?verbose=true", body)
+        sides = {"from": {"subject": "s", "version": 1}, "to": {"schema": json.dumps(new)}}
+        compared = await client.ask("POST", "/v1/diff", sides)
+        assert refused["repair"] == verbose["repair"] == compared["repair"] == checked["repair"]
+        assert verbose["messages"][-1] in refused["message"]
+        assert verbose["messages"][-1].startswith('Fix: [{"op":"add","path":"/fields/1/default"')
 
 
 IDL = """@namespace("com.acme") protocol Shop {
@@ -250,6 +259,7 @@ async def test_a_check_of_a_protocol_names_the_type_and_stores_nothing() -> None
         refused = await client.ask("POST", "/v1/protocols", {**body, "text": changed}, status=409)
         assert {found["subject"] for found in refused["differences"]} == {"com.acme.Item", "com.acme.Order"}
         assert "com.acme.Item: /fields/1" in refused["detail"]
+        assert refused["repairs"]["com.acme.Item"] == [{"op": "add", "path": "/fields/1/default", "value": 0}]
         assert len((await client.ask("GET", "/v1/subjects/com.acme.Item"))["versions"]) == 1
 
 
