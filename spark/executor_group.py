@@ -5,9 +5,10 @@ Spark's own dynamic allocation counts waiting tasks. A stream gives every execut
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
-from typing import TypeVar
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any, TypeVar
 
+import structlog
 from pyspark.sql import SparkSession
 
 from services.core.group_control import Figures, GroupState, Instance, SizeRefused
@@ -17,11 +18,16 @@ from spark.master import Executors, MasterKind
 T = TypeVar("T")
 GROUP = "executors"
 ANSWER_S = 10.0
-_STARTING = "Spark is starting"
+_STARTING, _SILENT = "Spark is starting", f"Spark has not answered within {ANSWER_S:.0f} s"
+log = structlog.get_logger()
 
 
 class ExecutorGroup:
-    """As `core.group_control.Groups`. Used on the event loop; Java is asked in threads, for ANSWER_S at most."""
+    """As `core.group_control.Groups`. Used on the event loop; Java is asked in threads. Callers wait for ANSWER_S at most.
+
+    A thread cannot be stopped. So a change goes on and is recorded although its caller waits no longer, and until its end there
+    is no other.
+    """
 
     names = (GROUP,)
 
@@ -31,7 +37,7 @@ class ExecutorGroup:
         self._size = executors.most if kind is MasterKind.STANDALONE else executors.least
         self._session: SparkSession | None = None
         self._leaving = set[str]()
-        self._changing = asyncio.Lock()
+        self._change: asyncio.Task[None] | None = None
 
     def open(self, session: SparkSession) -> None:
         """From now on there are executors."""
@@ -45,33 +51,55 @@ class ExecutorGroup:
         """The executors that registered and were not lost, by Spark's numbers. Raises SizeRefused when Java does not answer."""
         if self._session is None:
             return GroupState(self._size, ())
-        found, now = await self._ask(list_executors), time.time()
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                found, now = await self._ask(list_executors), time.time()
+        except TimeoutError as error:
+            raise SizeRefused(_SILENT, again=True) from error
         self._leaving &= {one.name for one in found}
         instances = (self._instance(one, now) for one in found)
         return GroupState(self._size, tuple(instances))
 
     async def resize(self, group: str, seen: int, size: int, failed: Collection[str]) -> None:
         """Executors that leave finish their tasks. The one with the least to do leaves first, or one that has failed."""
-        async with self._changing:
-            if not self._limits.least <= size <= self._limits.most:
-                raise SizeRefused(f"from {self._limits.least} to {self._limits.most} executors", again=False)
-            if seen != self._size:
-                raise SizeRefused(f"{self._size} executors are ordered, not {seen}", again=True)
-            if size < seen - 1:
-                raise SizeRefused("one executor fewer at a time", again=False)
-            if size < seen:
-                await self._shrink(failed)
-            else:
-                await self._order(size)
-            self._size = size
+        if not self._limits.least <= size <= self._limits.most:
+            raise SizeRefused(f"from {self._limits.least} to {self._limits.most} executors", again=False)
+        if seen != self._size:
+            raise SizeRefused(f"{self._size} executors are ordered, not {seen}", again=True)
+        if size < seen - 1:
+            raise SizeRefused("one executor fewer at a time", again=False)
+        await self._run(self._resize(size, failed))
+
+    async def _resize(self, size: int, failed: Collection[str]) -> None:
+        if size < self._size:
+            await self._shrink(failed)
+        else:
+            await self._order(size)
+        self._size = size
 
     async def replace(self, group: str, name: str) -> None:
         """Spark starts another one, because as many as before are ordered."""
-        async with self._changing:
-            staying = await self._staying()
-            if name not in {one.name for one in staying}:
-                raise SizeRefused(f"there is no executor {name}, or it leaves already", again=True)
-            await self._leave(name, is_replaced=True)
+        await self._run(self._replace(name))
+
+    async def _replace(self, name: str) -> None:
+        if name not in {one.name for one in await self._staying()}:
+            raise SizeRefused(f"there is no executor {name}, or it leaves already", again=True)
+        await self._leave(name, is_replaced=True)
+
+    async def _run(self, change: Coroutine[Any, Any, None]) -> None:
+        """Raises SizeRefused while another change is under way, and when this one is not done within ANSWER_S."""
+        if self._change is not None and not self._change.done():
+            change.close()
+            raise SizeRefused("another change is under way: Spark has not answered yet", again=True)
+        task = self._change = asyncio.create_task(change)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=ANSWER_S)
+        finally:
+            if not task.done():
+                task.add_done_callback(_note_late_end)
+        if not done:
+            raise SizeRefused(_SILENT, again=True)
+        task.result()
 
     async def _shrink(self, failed: Collection[str]) -> None:
         staying = await self._staying()
@@ -98,15 +126,19 @@ class ExecutorGroup:
             raise SizeRefused("the master did not take the order", again=True)
 
     async def _ask(self, question: Callable[[SparkSession], T]) -> T:
-        """Raises SizeRefused when Java does not answer."""
+        """Waits for as long as Java needs. Raises SizeRefused when it fails."""
         session = self._session
         if session is None:
             raise SizeRefused(_STARTING, again=True)
         try:
-            async with asyncio.timeout(ANSWER_S):
-                return await asyncio.to_thread(question, session)
-        except (TimeoutError, OSError, *JAVA_ERRORS) as error:
+            return await asyncio.to_thread(question, session)
+        except (OSError, *JAVA_ERRORS) as error:
             raise SizeRefused(f"Spark does not answer: {type(error).__name__}", again=True) from error
 
     def _instance(self, one: Executor, now: float) -> Instance:
         return Instance(one.name, None, one.name in self._leaving, Figures(max(0.0, now - one.began), one.busy))
+
+
+def _note_late_end(change: asyncio.Task[None]) -> None:
+    if not change.cancelled() and (error := change.exception()) is not None:
+        log.warning("late_change_of_executors_failed", error=str(error))

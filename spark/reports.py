@@ -30,7 +30,7 @@ from spark.jvm.classes import ORIGINS as ORIGINS_FUNCTION
 
 NODE: Final = "transform"
 """This service's name in reports and dead letters."""
-OBSERVED_WITHIN_S = 30.0
+OBSERVED_WITHIN_S = 120.0
 ORIGINS = "origins"
 """Names the gathered origins among the observed values."""
 STEPS = 200

@@ -13,7 +13,6 @@ from services.core.lag import LagHistogram
 
 MAX_BODY = 32_000_000
 """The most bytes of one answer."""
-TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 Labels = frozenset[tuple[str, str]]
 
@@ -41,10 +40,10 @@ class Sample:
         return merged
 
 
-async def scrape(addresses: Iterable[str]) -> Sample:
-    """Read all management addresses at once. Takes up to 5 s."""
+async def scrape(addresses: Iterable[str], limit: float = 5.0) -> Sample:
+    """Read all management addresses at once. Takes up to `limit` seconds."""
     sample = Sample(time.monotonic())
-    async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=limit)) as session:
         await asyncio.gather(*(_scrape_one(session, address, sample) for address in addresses))
     return sample
 

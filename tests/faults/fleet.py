@@ -21,6 +21,8 @@ from tests.support.ports import free_port
 
 DEADLINE = 600.0
 """Seconds that a condition may take before a test fails: generous, a busy machine is no defect."""
+DRAIN = "300s"
+"""How long a service may take to end in good order: it is no fault that a busy machine needs long."""
 _SAMPLE_S = 0.2
 
 
@@ -57,7 +59,8 @@ class Service:
         """Start it, without waiting until it is ready."""
         assert not self.is_running, f"{self.name} runs"
         self.management = f"127.0.0.1:{free_port()}"
-        command = [sys.executable, "-m", self.module, *self.arguments, "--management", self.management]
+        command = [sys.executable, "-m", self.module, "--drain", DRAIN, *self.arguments]
+        command += ["--management", self.management]
         self._process = await asyncio.to_thread(start_child, command, log=self.log)
         self.starts += 1
 

@@ -177,6 +177,8 @@ class Trial:
             async with Client(self.port) as client:
                 path = f"/v1/streams/{self.name}/events"
                 answer = await client.request(make_request(path, body, media=MEDIA))
+                if answer.status == 503:
+                    raise TimeoutError(f"the log stood still for longer than ingest waits: {answer}")
                 assert answer.status == 200, answer
 
     async def _kill(self, broker: Broker, sent: int, *, last: bool) -> None:

@@ -63,7 +63,12 @@ class Shop:
 
     def write_pipes(self, url: str | None = None, **more: object) -> None:
         """url: of another receiver. more: options of the webhook."""
-        hook = {"url": url or self.crm.url, "retry": {"attempts": 20, "base": "50ms", "max_wait": "500ms"}, **more}
+        hook = {
+            "url": url or self.crm.url,
+            "retry": {"attempts": 20, "base": "50ms", "max_wait": "500ms"},
+            "timeout": "5m",
+            **more,
+        }
         hook["batch"] = {"max_wait": "20ms"}
         streams = {"orders": {"partitions": 2, "id": "id", "key": "key"}}
         pipes = {"shop": {"sources": ["orders"], "destinations": [{"name": "crm", "webhook": hook}]}}
@@ -99,6 +104,8 @@ class Shop:
                 body = orjson.dumps([{"id": f"o-{number}", "key": f"k{number % 7}"}])
                 url, head = f"http://{self.listen}/v1/streams/orders/events", {"Content-Type": "application/json"}
                 async with session.post(url, data=body, headers=head) as answer:
+                    if answer.status == 503:
+                        raise TimeoutError(f"the log stood still for longer than ingest waits: {await answer.text()}")
                     assert answer.status == 200, await answer.text()
         return numbers
 

@@ -32,6 +32,8 @@ DISK = 16 << 20
 """Bytes. The small disk."""
 SPARE = 256 << 10
 """Bytes that are left on it when it is filled."""
+PATIENT = ("--head-timeout", "600s", "--body-timeout", "600s", "--idle-timeout", "600s")
+"""What a busy machine has received and not yet read comes late, and that is not tested here."""
 UNREAD = 1000
 """Clients that do not read."""
 PACKED = 200
@@ -147,7 +149,7 @@ async def test_ten_times_the_load(url: str, tmp_path: Path, report: Report) -> N
         await asyncio.to_thread(add_key, tmp_path / "keys.yaml", entry)
         trial.sender.headers["Authorization"] = f"Bearer {token}"
         keys = ["--keys", str(tmp_path / "keys.yaml")]
-        ingest = await trial.start_ingest("ingest-1", *keys, "--max-in-flight", "300KB")
+        ingest = await trial.start_ingest("ingest-1", *keys, *PATIENT, "--max-in-flight", "300KB")
         await trial.start_expel()
         trial.sender.set_rate(60_000)
         async with trial.load(), asyncio.timeout(DEADLINE):
@@ -206,7 +208,7 @@ async def test_pipelines_that_nobody_reads(log_url: str, tmp_path: Path, report:
 async def test_small_bodies_of_millions_of_brackets(log_url: str, tmp_path: Path, report: Report) -> None:
     """If it fails, a few kilobytes take hundreds of megabytes, or end ingest, or let nobody else in."""
     async with open_trial("26 small bodies of millions of brackets", log_url, tmp_path) as trial:
-        ingest = await trial.start_ingest()
+        ingest = await trial.start_ingest("ingest-1", *PATIENT)
         await trial.start_expel()
         port, refused, stopping = int(trial.listen.rpartition(":")[2]), Counter[tuple[int, str]](), asyncio.Event()
 

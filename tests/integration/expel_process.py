@@ -22,6 +22,7 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.ledger.report import TELEMETRY
 from services.core.pauses import OPERATOR, Pause, write_pause
 from services.core.topic_names import CONTROL, parked_topic, retry_topic
+from tests.integration.fleet_process import DRAIN
 from tests.support.pacing import Pace
 from tests.support.ports import free_port
 from tests.unit.expel.receiver import DEADLINE
@@ -41,9 +42,12 @@ def ids(count: int, start: int = 0) -> list[str]:
 
 
 def hook(name: str, /, url: object, **options: object) -> dict[str, object]:
-    """A webhook destination as the pipe file has it, quick to retry, without the global retrier unless `options` say so."""
+    """A webhook destination as the pipe file has it, quick to retry, without the global retrier unless `options` say so.
+
+    Its answers may come late, as on a busy machine.
+    """
     quick = {"attempts": 4, "base": "50ms", "max_wait": "200ms"}
-    usual = {"url": url, "retry": quick, "batch": {"max_wait": "20ms"}, "schedule": []}
+    usual = {"url": url, "retry": quick, "batch": {"max_wait": "20ms"}, "schedule": [], "timeout": "5m"}
     return {"name": name, "webhook": {**usual, **options}}
 
 
@@ -83,7 +87,8 @@ class Expel:
         self.management = f"127.0.0.1:{free_port()}"
         arguments = [
             *("--broker", self.url, "--pipes", str(self.write_pipes())),
-            *("--management", self.management, "--allow-networks", "127.0.0.0/8", "--commit-interval", "100ms", *flags),
+            *("--management", self.management, "--allow-networks", "127.0.0.0/8", "--commit-interval", "100ms"),
+            *("--drain", DRAIN, *flags),
         ]
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(

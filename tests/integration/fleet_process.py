@@ -20,6 +20,8 @@ from tests.support.ports import free_port
 
 DEADLINE = 900.0
 """Seconds; a quiet machine needs a sixth of them."""
+DRAIN = "300s"
+"""A service that needs long to end, because the machine is busy, ends in good order all the same."""
 REPOSITORY = Path(__file__).parents[2]
 SECRET = "whsec_" + "a2V5" * 8
 
@@ -99,7 +101,8 @@ class Desk:
     async def up(self, *arguments: str) -> AsyncIterator["Command"]:
         """The fleet, ready; killed at the end if it still runs."""
         command = await self.penstock(
-            "up", "--listen", f"127.0.0.1:{self.ingest_port}", "--allow-networks", "127.0.0.0/8", *arguments
+            *("up", "--listen", f"127.0.0.1:{self.ingest_port}", "--allow-networks", "127.0.0.0/8"),
+            *("--ready-within", f"{DEADLINE:.0f}s", "--drain", DRAIN, *arguments),
         )
         try:
             await command.until_said("Penstock runs")

@@ -16,6 +16,7 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.record import Record
 from services.core.ledger.report import TELEMETRY
+from tests.integration.fleet_process import DRAIN
 from tests.support.pacing import Pace
 from tests.support.ports import free_port
 from tests.support.raw_http import Client, Reply, make_request
@@ -122,7 +123,7 @@ async def running(
         await asyncio.to_thread(pipe_file.write_text, PIPES)
     port, management = port or free_port(), free_port()
     arguments = ["--broker", broker or log_url(folder), "--pipes", str(pipe_file), "--listen", f"127.0.0.1:{port}"]
-    arguments += ["--management", f"127.0.0.1:{management}", *flags]
+    arguments += ["--management", f"127.0.0.1:{management}", "--drain", DRAIN, *flags]
     output = await asyncio.to_thread((folder / "ingest.log").open, "ab")
     try:
         process = await asyncio.create_subprocess_exec(

@@ -18,6 +18,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.retry_state import RetryState, unwrap, wrap
 from services.core.topic_names import RETRY_IN, retry_topic
+from tests.integration.fleet_process import DRAIN
 from tests.support.pacing import Pace
 from tests.support.ports import free_port
 
@@ -40,7 +41,7 @@ class RetrierProcess:
 
     async def start(self) -> None:
         self.management = f"127.0.0.1:{free_port()}"
-        arguments = ["--broker", self.url, "--management", self.management]
+        arguments = ["--broker", self.url, "--management", self.management, "--drain", DRAIN]
         with (self.folder / "retrier.log").open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "services.global_retrier", *arguments, stderr=log

@@ -183,7 +183,7 @@ async def test_the_service_looks_and_a_dry_run_leaves_alone(
         assert sample.load.per_entry == pytest.approx(50)
         assert 300 * sample.types["order.paid"].events == pytest.approx(50, rel=0.05)
         flags = {"broker": harness.url, "pipes": tmp_path / "pipes.yaml", "targets": tmp_path / "targets.json"}
-        flags |= {"dry-run": "true", "stream-every": "1s"}
+        flags |= {"dry-run": "true", "stream-every": "1s", "drain": "300s"}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.core.version import VERSION
-from tests.integration.fleet_process import DEADLINE, REPOSITORY, Command
+from tests.integration.fleet_process import DEADLINE, DRAIN, REPOSITORY, Command
 from tests.support.pacing import Pace
 from tests.support.ports import free_port
 
@@ -54,6 +54,8 @@ class Page:
         left_out = ("PENSTOCK_", "PYTHONPATH")
         environ = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
         kept = {name: value for name, value in os.environ.items() if name in ("PENSTOCK_JARS", "PENSTOCK_JAVA")}
+        if not any("penstock up" in block for block in self.blocks):  # it sets these for its services
+            kept |= {f"PENSTOCK_{service}_DRAIN": DRAIN for service in ("INGEST", "EXPEL")}
         return {
             **environ,
             **kept,
@@ -61,6 +63,9 @@ class Page:
             "PENSTOCK_UP_LISTEN": f"127.0.0.1:{self._ingest}",
             "PENSTOCK_UP_TABLES": f"127.0.0.1:{self._tables}",
             "PENSTOCK_UP_READY_WITHIN": f"{DEADLINE:.0f}s",
+            "PENSTOCK_UP_DRAIN": DRAIN,
+            "PENSTOCK_TABLE_WAIT": "60s",
+            "PENSTOCK_TABLE_BEHIND": "600s",
             "COLUMNS": "200",
         }
 

@@ -244,7 +244,7 @@ async def test_a_broker_that_waiting_does_not_help_ends_it(tmp_path: Path) -> No
 async def test_few_file_descriptors_mean_503_not_the_end(tmp_path: Path) -> None:
     """Ten times the connections that the system allows: the surplus is told so, those inside go on, and later all is well."""
     await create_topics(tmp_path)
-    async with running(tmp_path, files=130) as ingest, AsyncExitStack() as stack:
+    async with running(tmp_path, "--idle-timeout", "600s", files=130) as ingest, AsyncExitStack() as stack:
         await ingest.until_ready()
         inside = await stack.enter_async_context(Client(ingest.port))
         request = make_request("/v1/streams/plain/events", b"{}")

@@ -148,7 +148,7 @@ async def test_an_edit_takes_effect_at_the_next_start(desk: Desk) -> None:
 async def test_restart_goes_on_where_it_stopped(desk: Desk) -> None:
     """Broken: what was accepted and not delivered when the fleet stopped is forgotten."""
     desk.write_pipes()
-    desk.receiver.slow = 60.0
+    desk.receiver.slow = 600.0
     async with desk.receive(), desk.up("--drain", "500ms") as fleet:
         assert (await desk.send(desk.write_events(500))).process.returncode == 0
         await fleet.interrupt()

@@ -32,6 +32,10 @@ _MAIN = (
 have no other work to protect. A pipe that fails again and again does not end the process while a test looks at it."""
 
 
+_PATIENT = ("--drain", "300s", "--batch-timeout", "60m")
+"""A busy machine needs longer than people want to wait: a batch ends before its service does, and none is given up."""
+
+
 class TooLateError(Exception):
     """It was killed when all was done, so nothing was tested: the test gets its second try."""
 
@@ -49,7 +53,7 @@ class ServiceProcess:
         """arguments: of every start."""
         self.folder, self.output = folder, folder / "output.log"
         self._command = [sys.executable, "-c", _MAIN, "--broker", broker, "--data", str(folder)]
-        self._command += ["--pipes", str(folder / "pipes.yaml"), *arguments]
+        self._command += ["--pipes", str(folder / "pipes.yaml"), *_PATIENT, *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self.starts = 0
 

@@ -6,7 +6,9 @@ fails, fails: what it says of lost or repeated events is never asked twice. Ever
 
 import pytest
 
-_REAL = tuple(f"tests/{name}/" for name in ("browser", "contract", "faults", "integration", "kafka", "spark"))
+_REAL = tuple(
+    f"tests/{name}/" for name in ("browser", "contract", "faults", "integration", "kafka", "spark", "upgrade")
+)
 
 
 def allow_second_try(item: pytest.Item) -> None:

@@ -23,7 +23,7 @@ from services.core.jvm.kafka import KafkaCluster
 from services.core.topic_names import dead_letter_topic, output_topic
 from services.fleet.observer_client import Observer, get_json
 from services.fleet.problem import CommandFailed
-from tests.faults.fleet import DEADLINE, Service, wait_until
+from tests.faults.fleet import DEADLINE, DRAIN, Service, wait_until
 from tests.faults.trial import Trial, open_trial, read_dead_letters
 from tests.support import early_observer
 from tests.support.group_platform import GROUP, open_group_platform
@@ -58,6 +58,7 @@ class VersionedService(Service):
             *program(self.version, self.folder),
             "-m",
             self.module,
+            *("--drain", DRAIN),
             *self.arguments,
             "--management",
             self.management,

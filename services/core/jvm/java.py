@@ -27,7 +27,7 @@ from functools import lru_cache
 from pathlib import Path
 
 OLDEST_VERSION = 17
-PROBE_TIMEOUT_S = 30.0
+PROBE_TIMEOUT_S = 120.0
 NO_PERF_FILE = "-XX:-UsePerfData"
 """An option without which each Java keeps a file of counters in /tmp, whatever its temporary folder is."""
 _VECTOR_MODULE = "jdk.incubator.vector"

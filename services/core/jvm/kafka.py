@@ -21,7 +21,7 @@ from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.jars import KAFKA_SERVER, jar_set
 from services.core.jvm.java import NO_PERF_FILE, archive_name, archive_options, find_java
 
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 300.0
 STOP_GRACE_S = 15.0
 # A measurement of minutes passes ("-XX:+UseG1GC",) instead.
 FAST_START = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
@@ -130,7 +130,7 @@ class KafkaCluster:
         self.stop()
 
 
-FORMAT_TIMEOUT_S = 60.0
+FORMAT_TIMEOUT_S = 300.0
 _STARTED = b"Kafka Server started"  # logged after the controller has admitted the broker
 
 

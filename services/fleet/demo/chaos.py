@@ -42,9 +42,8 @@ HEALTHY_S = 5.0
 DOWN_S = 5.0
 """The outage lasts so long, then until the breaker is open, then `OPEN_S` more."""
 OPEN_S = 2.0
-OPENS_WITHIN_S = 15.0
-BEGINS_WITHIN_S = 60.0
-NO_PROGRESS_S = 30.0
+OPENS_WITHIN_S = 60.0
+BEGINS_WITHIN_S = NO_PROGRESS_S = 300.0
 PHASES = ("before", "during", "after")
 BREAKER = {0: "closed", 1: "half-open", 2: "open"}
 SCHEDULE = ["1s"] + ["2s"] * 31

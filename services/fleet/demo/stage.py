@@ -35,7 +35,7 @@ POLL_EVERY_S = 0.5
 PLAIN_EVERY_S = 2.0
 STANDING_EVERY_S = 15.0
 """How often counts are printed that have not changed."""
-LOSS_WITHIN_S = 60.0
+LOSS_WITHIN_S = 300.0
 DUPLICATES_FOR_S = 1.0
 """Seconds after the last delivery in which duplicates may still arrive."""
 

@@ -166,8 +166,9 @@ class Migration:
         await self._homes.refresh()
 
     async def _patiently(self, step: Callable[[], Awaitable[None]]) -> None:
-        """Repeat a step that may be repeated, while a broker is not available. The time begins anew when the copy has grown."""
-        progress, deadline = self._progress, time.monotonic() + _PATIENCE_S
+        """Repeat a step that may be repeated, while a broker is not available. The time begins at the first failure, and anew
+        when the copy has grown."""
+        progress, deadline = -1, 0.0
         while True:
             try:
                 await step()

@@ -32,6 +32,8 @@ from services.fleet.topics import provision
 
 TICK_S = 0.05
 READY_WITHIN_S = 240.0
+ANSWER_S = 60.0
+"""An instance with as much load as it can bear answers late."""
 SETTLE_S = 30.0
 """The time limit for working off a backlog before the next step."""
 PIPES = """\
@@ -119,7 +121,7 @@ async def one_instance(
 
 async def read_instance(management: str) -> Sample:
     """The metrics of the instance. Raises CommandFailed when it does not answer."""
-    sample = await scrape([management])
+    sample = await scrape([management], ANSWER_S)
     if sample.unready.get(management) == "does not answer":
         raise CommandFailed(f"the instance at {parse_address(management)[1]} does not answer", "fewer events a second")
     return sample

@@ -11,6 +11,7 @@ import pytest
 PROGRAM = """
 import asyncio, sys
 from typing import ClassVar
+from services.core import lifecycle
 from services.core.lifecycle import Supervision, run_service
 from services.core.settings import Settings
 from services.core.yaml_source import BadConfiguration, Problem
@@ -29,6 +30,7 @@ async def component(supervision, drain):
 async def start(settings: Sample, supervision: Supervision) -> None:
     {body}
 
+lifecycle.CLOSE_S = 600.0  # a busy machine may need longer
 sys.exit(run_service(Sample, start, sys.argv[1:], {{}}))
 """
 
@@ -56,7 +58,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_drains_on_a_signal(number: signal.Signals) -> None:
     """Broken: a stop loses what is in flight, or reports failure to the orchestrator."""
-    with service("supervision.run(component(supervision, 0.05), 'c')") as process:
+    with service("supervision.run(component(supervision, 0.05), 'c')", "--drain", "600s") as process:
         assert first_line(process) == "running\n"
         process.send_signal(number)
         status, out, err = finish(process)

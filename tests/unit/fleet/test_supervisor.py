@@ -46,7 +46,7 @@ class Bench:
         (data / "logs").mkdir()
 
     def run(
-        self, *services: str, mode: str = "", ready_within: float = DEADLINE, drain: float = 60.0
+        self, *services: str, mode: str = "", ready_within: float = DEADLINE, drain: float = 600.0
     ) -> AbstractAsyncContextManager[Fleet]:
         arguments = ("--drain", f"{drain:.0f}s")
         specs = tuple(
@@ -155,6 +155,7 @@ async def test_a_dead_service_comes_back_and_is_counted(bench: Bench) -> None:
 async def test_a_hung_service_is_started_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: a process that hangs stays hung until a person looks; or one that hangs again and again is started as often."""
     monkeypatch.setattr(backoff, "full_jitter", lambda longest: longest)
+    monkeypatch.setattr("services.fleet.process.HEALTHY_AFTER_S", 3600.0)
     monkeypatch.setattr(probe, "EVERY_S", 0.02)
     monkeypatch.setattr(probe, "ANSWER_S", 2.0)
     monkeypatch.setattr(probe, "BOUND_S", 0.2)
@@ -368,6 +369,7 @@ async def test_a_start_that_fails_while_the_fleet_ends(bench: Bench, monkeypatch
 async def test_restarts_wait_longer_and_longer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: a service that crashes at start takes a whole core for starting it again and again."""
     monkeypatch.setattr(backoff, "full_jitter", lambda longest: longest)
+    monkeypatch.setattr("services.fleet.process.HEALTHY_AFTER_S", 3600.0)
     with pytest.raises(CommandFailed):
         async with bench.run("ingest", mode="crash", ready_within=3.0):
             raise AssertionError("must not become ready")

@@ -1,0 +1,52 @@
+"""Orders to the group of executors while Spark answers late. test_executor_group.py has a real Spark."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from services.core.group_control import SizeRefused
+from spark import executor_group
+from spark.executor_group import GROUP, ExecutorGroup
+from spark.java import Executor
+from spark.master import Executors, MasterKind
+
+
+class Java:
+    """Its executors, and what they were asked. It answers an order once `answers` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.executors = [Executor(name, 0.0, 0, 0.0) for name in ("0", "1", "2")]
+        self.answers, self.left = threading.Event(), list[str]()
+        monkeypatch.setattr(executor_group, "list_executors", lambda _session: list(self.executors))
+        monkeypatch.setattr(executor_group, "leave_executor", self._leave)
+
+    def _leave(self, _session: object, name: str, *, is_replaced: bool) -> bool:
+        self.answers.wait(600)
+        self.left.append(name)
+        return True
+
+
+async def test_a_late_order_is_the_only_one_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: Spark is slow, the autoscaler repeats its order for one executor less, and two leave."""
+    java, group = Java(monkeypatch), ExecutorGroup(MasterKind.STANDALONE, Executors(1, 3, 1, 1, "python"))
+    session: Any = object()
+    group.open(session)
+    monkeypatch.setattr(executor_group, "ANSWER_S", 0.05)
+    with pytest.raises(SizeRefused, match="has not answered") as refused:
+        await group.resize(GROUP, 3, 2, ())
+    monkeypatch.setattr(executor_group, "ANSWER_S", 600.0)
+    assert refused.value.again
+    with pytest.raises(SizeRefused, match="another change is under way"):
+        await group.resize(GROUP, 3, 2, ())
+    with pytest.raises(SizeRefused, match="another change is under way"):
+        await group.replace(GROUP, "0")
+    assert (await group.describe(GROUP)).size == 3
+    java.answers.set()
+    async with asyncio.timeout(600):
+        while (state := await group.describe(GROUP)).size == 3:
+            await asyncio.sleep(0.01)
+    assert (state.size, [one.name for one in state.instances if one.leaving], java.left) == (2, ["2"], ["2"])
+    with pytest.raises(SizeRefused, match="2 executors are ordered, not 3"):
+        await group.resize(GROUP, 3, 2, ())
