@@ -6,6 +6,7 @@ import json
 
 from services.core.avro.compatibility import Difference, diff
 from services.core.avro.parsing import parse_schema
+from services.core.avro.patch import Operation
 from services.core.avro.rules import RULES, Category, Rule
 
 _HEAD = """\
@@ -20,8 +21,8 @@ in the new version, what breaks, and a change that would not. An id keeps its me
 data of the new one. FULL: both. A level forbids what its name says: BACKWARD, FORWARD, FULL, each also TRANSITIVE (all earlier
 versions, not only the last). NONE forbids nothing.
 
-`fix` is a JSON Patch (RFC 6902) of the new version. It was tried: with it there are fewer differences, and the last fix leaves
-none.
+`fix` is a JSON Patch (RFC 6902) of the new version. It was tried: with it the two are compatible. Several differences have one
+patch, `repair`, which ends them all.
 
 Every example below is run when this page is written, and a test runs it again.
 """
@@ -56,17 +57,20 @@ def schema_rules_page() -> str:
 
 
 def _rule(rule: Rule) -> list[str]:
-    found = next(item for item in diff(parse_schema(rule.old), parse_schema(rule.new)) if item.rule == rule.id)
+    compared = diff(parse_schema(rule.old), parse_schema(rule.new))
+    found = next(item for item in compared.differences if item.rule == rule.id)
     lines = [f"### {rule.id}", "", f"{rule.summary} {rule.why}", ""]
     if rule.remedy:
         lines += [f"Fix: {rule.remedy}", ""]
-    return [*lines, "```", f"old      {rule.old}", f"new      {rule.new}", *_found(found), "```", ""]
+    return [*lines, "```", f"old      {rule.old}", f"new      {rule.new}", *_found(found, compared.repair), "```", ""]
 
 
-def _found(found: Difference) -> list[str]:
+def _found(found: Difference, repair: list[Operation] | None) -> list[str]:
     shown = [
         f"path     {found.path or '(the whole schema)'}",
         f"breaks   {found.breaks or 'nothing'}",
         f"message  {found.message}",
     ]
-    return shown if found.fix is None else [*shown, f"fix      {json.dumps(found.fix)}"]
+    if found.fix is not None:
+        return [*shown, f"fix      {json.dumps(found.fix)}"]
+    return [*shown, f"repair   {json.dumps(repair)}"] if found.breaks and repair is not None else shown

@@ -52,7 +52,7 @@ def make_id() -> str:
 MAX_BATCH_BYTES = 1_000_000
 TIMEOUT_S = 40.0
 """Longer than ingest needs to learn the outcome of a batch, so that its answer arrives before this time-out."""
-GIVE_UP_AFTER_S = 300.0
+GIVE_UP_AFTER_S = 120.0
 SHOWN_REFUSALS = 10
 _LASTING_ATTEMPTS = 3
 """After so many retries the reason is shown; at once when there was no answer."""

@@ -22,6 +22,8 @@ DEADLINE = 900.0
 """Seconds; a quiet machine needs a sixth of them."""
 DRAIN = "300s"
 """A service that needs long to end, because the machine is busy, ends in good order all the same."""
+_PATIENT_SEND = "import services.fleet.sender as sender; sender.GIVE_UP_AFTER_S = 900.0; from services.fleet.cli import main; main()"
+"""`penstock` that sends for as long as a fleet needs to come back."""
 REPOSITORY = Path(__file__).parents[2]
 SECRET = "whsec_" + "a2V5" * 8
 
@@ -78,8 +80,9 @@ class Desk:
             environ["PYTHONPATH"] = str(REPOSITORY)
         else:
             environ.pop("PYTHONPATH", None)
+        is_sent = arguments[0] == "send" and self._programs is None
         process = await asyncio.create_subprocess_exec(
-            *self.command,
+            *([sys.executable, "-c", _PATIENT_SEND] if is_sent else self.command),
             *map(str, arguments),
             cwd=self.folder,
             env=environ,

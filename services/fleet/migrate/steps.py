@@ -360,8 +360,16 @@ class Migration:
         incarnation = await self._incarnation(former)
         await self._store_late(home, former, incarnation)
         await self._delete_topic(home, former, incarnation)
-        await self._record("finished")
+        await self._patiently(partial(self._record_finished, home))
         return self.result()
+
+    async def _record_finished(self, home: Home) -> None:
+        """May be repeated. Raises as `_require`."""
+        await self._homes.refresh()
+        if self.home.state is None and not self.home.former:
+            return  # an earlier attempt without an answer has done it
+        await self._require(home)
+        await self._record("finished")
 
     async def _store_late(self, home: Home, former: Broker, incarnation: str | None) -> None:
         """Send what was written to the former topic after the stream was handed over to the stream. May be repeated.

@@ -150,6 +150,27 @@ async def test_what_came_late_to_the_former_topic_is_stored(world: World, tmp_pa
         assert batch.records[0].value == b"late"
 
 
+@pytest.mark.parametrize("is_stored", [True, False])
+async def test_a_control_topic_that_is_away_for_a_moment_ends_no_finish(world: World, is_stored: bool) -> None:
+    """Kafka's coordinator is loading, so the last step is not recorded; the person sees an error after the topic is deleted."""
+    await _fill(world, 3)
+    async with world.process() as (broker, places):
+        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        await migration.run("second")
+        record = places.record
+
+        async def away(*args: Any, **more: Any) -> bool:
+            places.record = record  # type: ignore[method-assign]
+            if is_stored:
+                await record(*args, **more)
+                raise OutcomeUnknown("no answer")
+            raise Unavailable("the coordinator is loading")
+
+        places.record = away  # type: ignore[method-assign]
+        assert (await migration.finish()).home.former == ""
+        assert (await broker.reader.describe(STREAM))[0].end == 3
+
+
 async def test_undo_is_for_what_was_not_handed_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever repeats it, because the command was killed, must not move the stream anywhere."""
     await _fill(world, 3)

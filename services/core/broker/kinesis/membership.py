@@ -290,6 +290,7 @@ class KinesisMembership(LeaseMember[HeldLease]):
         for source in sources:
             held = self.held[source]
             await held.stop_reading()
+            held.is_placed = False  # while the table is written, the shard is in no assignment any more
             finished = held.backlog.is_finished
             try:
                 await held.write(_finish_row if finished else self._release_row)
