@@ -23,5 +23,9 @@ class ProblemType(NamedTuple):
 
 def problem_json(kind: ProblemType, detail: str, **members: object) -> bytes:
     """The body of an application/problem+json answer."""
-    head = {"type": kind.uri, "title": kind.title, "status": kind.status, "detail": detail}
-    return orjson.dumps({**head, **members})
+    return orjson.dumps(problem_body(kind, detail, **members))
+
+
+def problem_body(kind: ProblemType, detail: str, **members: object) -> dict[str, object]:
+    """The same, not yet as JSON."""
+    return {"type": kind.uri, "title": kind.title, "status": kind.status, "detail": detail, **members}

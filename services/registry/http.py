@@ -10,8 +10,9 @@ from aiohttp import BasicAuth, web
 
 from services.core import metrics
 from services.core.address import LOOPBACK_NAMES, is_loopback_authority, is_named_authority
+from services.core.avro.json_document import to_text
 from services.core.keys import EVERY_STREAM, PREFIX, ApiKey, KeyRing
-from services.core.problem_type import CONTENT_TYPE, problem_json
+from services.core.problem_type import CONTENT_TYPE, problem_body
 from services.registry import problems
 from services.registry.catalog import Schema
 from services.registry.entries import Damaged
@@ -38,12 +39,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def json_answer(body: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """For our own paths."""
-    return web.Response(status=status, body=orjson.dumps(body), content_type="application/json", headers=headers)
+    return web.Response(status=status, body=to_text(body).encode(), content_type="application/json", headers=headers)
 
 
 def confluent_answer(body: object) -> web.Response:
     """For the paths of Confluent's registry."""
-    return web.Response(body=orjson.dumps(body), content_type=CONFLUENT)
+    return web.Response(body=to_text(body).encode(), content_type=CONFLUENT)
 
 
 async def read_body(request: web.Request) -> dict[str, Any]:
@@ -76,12 +77,14 @@ def _render(request: web.Request, error: Refused) -> web.Response:
     if kind.status == 503:
         headers["Retry-After"] = str(RETRY_AFTER_S)
     if request.path == "/" or request.path.startswith(_OWN):
-        body, media = problem_json(kind, error.detail, **error.members), CONTENT_TYPE
+        said: dict[str, object] = problem_body(kind, error.detail, **error.members)
+        media = CONTENT_TYPE
     else:
         code = CONFLUENT_CODES.get(kind, kind.status)
         text = f"{kind.title}. {error.detail}"
-        body, media = orjson.dumps({"error_code": code, "message": text, "type": kind.uri, **error.members}), CONFLUENT
-    response = web.Response(status=kind.status, body=body, content_type=media, headers=headers)
+        said = {"error_code": code, "message": text, "type": kind.uri, **error.members}
+        media = CONFLUENT
+    response = web.Response(status=kind.status, body=to_text(said).encode(), content_type=media, headers=headers)
     for scheme in ("Basic", "Bearer") if kind is problems.NO_VALID_KEY else ():
         response.headers.add("WWW-Authenticate", f'{scheme} realm="penstock"')
     return response

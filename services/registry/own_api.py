@@ -130,7 +130,9 @@ class OwnApi:
         """Everything that differs between two schemas, and which levels allow the change."""
         body = await read_body(request)
         old, new = await self._side(request, body, "from"), await self._side(request, body, "to")
-        found = await self._registrar.diff(old, new)
+        if (level := body.get("level", Level.FULL.value)) not in (Level.BACKWARD, Level.FORWARD, Level.FULL):
+            raise Refused(problems.BAD_REQUEST, "The level is none of BACKWARD, FORWARD and FULL.")
+        found = await self._registrar.diff(old, new, Level(level))
         broken = {one.breaks for one in found.differences} - {""}
         levels = {
             Level.BACKWARD.value: not broken & {"BACKWARD", "FULL"},

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import overload
 
 import msgspec
-import orjson
 
 from services.core import metrics
-from services.core.avro.compatibility import Comparison, Difference, Level, compare, diff
+from services.core.avro.compatibility import Comparison, Difference, Level, compare, compatible, diff
+from services.core.avro.json_document import to_text
 from services.core.avro.patch import Operation
 from services.core.avro.resolution import TooComplex
 from services.core.avro.schema import Schema as AvroSchema
@@ -42,6 +42,7 @@ _TOLD = 5
 """Differences in the text of a refusal. Its members have all of them."""
 _SHOWN = 2000
 """Characters of a patch in that text."""
+_CHANGED = "Somebody has changed the versions or the level meanwhile. Try again."
 MAX_WAITING = 1000
 """Registrations that wait for their turn."""
 _OUTCOMES = {
@@ -49,6 +50,13 @@ _OUTCOMES = {
     problems.NOT_PERMITTED: "read_only",
     problems.BUSY: "failed",
 }
+
+
+class _Incompatible(Refused):
+    """A registration is refused; its caller says why."""
+
+    def __init__(self) -> None:
+        super().__init__(problems.INCOMPATIBLE, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +88,13 @@ class Judgement:
 def _describe(found: Difference, version: int | None) -> str:
     where = found.path or "/"
     against = "" if version is None else f" against version {version}"
-    return f"{where}{against}, rule {found.rule}: {found.message.rstrip('.')}."
+    reader = " (the earlier version is the reader)" if found.breaks == "FORWARD" else ""
+    return f"{where}{against}, rule {found.rule}: {found.message.rstrip('.')}{reader}."
 
 
 def _shown(patch: list[Operation]) -> str:
-    text = orjson.dumps(patch).decode()
-    return f"{text}." if len(text) <= _SHOWN else "the member `repair` of this answer."
+    text = to_text(patch)
+    return f"{text}." if len(text) <= _SHOWN else f"{len(patch)} operations, which this answer has as JSON."
 
 
 def check_subject(name: str) -> str:
@@ -146,10 +155,20 @@ class Registrar:
             if self._version_of(subject, candidate) is not None:
                 return ()
             self._check_writable(subject)
-            await self._check_compatible(subject, candidate)
+            if not await self._fits(subject, candidate):
+                raise _Incompatible
             return self._changes_for(subject, candidate, {})
 
-        await self._commit_counted(decide, by)
+        try:
+            await self._commit_counted(decide, by)
+        except _Incompatible:
+            level = self.catalog.level_of(subject)
+            judgement = await self.judge(subject, candidate)
+            if judgement.compatible:
+                raise Refused(problems.BUSY, _CHANGED) from None
+            text = f"{subject} has the level {level}. {judgement.as_text()}"
+            more = {"differences": judgement.as_json(), "repair": judgement.repair}
+            raise Refused(problems.INCOMPATIBLE, text, **more) from None
         version = self._version_of(subject, candidate)
         assert version is not None, subject
         return version
@@ -172,22 +191,20 @@ class Registrar:
             new_ids: dict[str, int] = {}
             changes: list[Change] = []
             placed: list[tuple[str, int]] = []
-            refused: list[tuple[str, Judgement]] = []
+            fits = True
             for subject, candidate in types:
                 version = self._version_of(subject, candidate)
                 if version is not None:
                     placed.append((subject, version.number))
                     continue
                 self._check_writable(subject)
-                judgement = await self.judge(subject, candidate)
-                if not judgement.compatible:
-                    refused.append((subject, judgement))
+                fits = fits and await self._fits(subject, candidate)
                 changes += self._changes_for(subject, candidate, new_ids, protocol.name)
                 added = changes[-1]
                 assert isinstance(added, AddVersion), subject
                 placed.append((subject, added.version))
-            if refused:
-                raise _incompatible_types(protocol.name, refused)
+            if not fits:
+                raise _Incompatible
             known = self.catalog.protocols.get(protocol.name, [])
             if known and not may_change(known[-1]):
                 raise Refused(problems.NOT_PERMITTED, f"{protocol.name} has types that the key does not cover.")
@@ -196,13 +213,39 @@ class Registrar:
             stored = msgspec.structs.replace(protocol, version=len(known) + 1, types=tuple(placed))
             return [*changes, stored]
 
-        if not store:
-            await self.log.refresh()
-            await decide()
-            return []
-        await self._commit_counted(decide, by)
+        try:
+            if not store:
+                await self.log.refresh()
+                await decide()
+                return []
+            await self._commit_counted(decide, by)
+        except _Incompatible:
+            raise await self._refused_types(protocol.name, types) from None
         versions = [self._version_of(subject, candidate) for subject, candidate in types]
         return [version for version in versions if version is not None]
+
+    async def _refused_types(self, protocol: str, types: Sequence[tuple[str, Candidate]]) -> Refused:
+        """Each difference has its subject. `repairs` has a patch for each subject for which there is one."""
+        new = [(subject, candidate) for subject, candidate in types if self._version_of(subject, candidate) is None]
+        judged = [(subject, await self.judge(subject, candidate)) for subject, candidate in new]
+        refused = [(subject, judgement) for subject, judgement in judged if not judgement.compatible]
+        if not refused:
+            return Refused(problems.BUSY, _CHANGED)
+        told = " ".join(f"{subject}: {judgement.as_text()}" for subject, judgement in refused[:_TOLD])
+        differences = [{"subject": subject, **one} for subject, judgement in refused for one in judgement.as_json()]
+        repairs = {subject: judgement.repair for subject, judgement in refused if judgement.repair is not None}
+        text = f"{protocol} is incompatible. {told}"
+        return Refused(problems.INCOMPATIBLE, text, differences=differences, repairs=repairs)
+
+    async def _fits(self, subject: str, candidate: Candidate) -> bool:
+        """Whether it is compatible, and no more: others wait. Who is refused looks for the reasons and a patch afterwards."""
+        level, found = Level(self.catalog.level_of(subject)), self.catalog.subjects.get(subject)
+        existing = [] if found is None else current_versions(found)
+        schemas = _Stored(existing if level.transitive else existing[-1:], self._schemas)
+        try:
+            return await compute(lambda: compatible(level, candidate.parsed, schemas))
+        except TooComplex as error:
+            raise Refused(problems.BAD_SCHEMA, str(error)) from error
 
     async def judge(self, subject: str, candidate: Candidate, level: str | None = None) -> Judgement:
         """Against the versions that the level asks for. Deprecated versions do not count. Raises Refused."""
@@ -223,10 +266,10 @@ class Registrar:
             raise Refused(problems.BAD_SCHEMA, str(error)) from error
         return Judgement(tuple((one, counted[one.against].number) for one in found.differences), found.repair)
 
-    async def diff(self, old: AvroSchema, new: AvroSchema) -> Comparison:
-        """Everything that differs. Raises Refused."""
+    async def diff(self, old: AvroSchema, new: AvroSchema, level: Level) -> Comparison:
+        """Everything that differs, with a patch for the level. Raises Refused."""
         try:
-            return await compute(lambda: diff(old, new))
+            return await compute(lambda: diff(old, new, level))
         except TooComplex as error:
             raise Refused(problems.BAD_SCHEMA, str(error)) from error
 
@@ -340,12 +383,6 @@ class Registrar:
         if self.catalog.mode_of(subject) == "READONLY":
             raise Refused(problems.NOT_PERMITTED, f"The mode of {subject} is READONLY.")
 
-    async def _check_compatible(self, subject: str, candidate: Candidate) -> None:
-        judgement = await self.judge(subject, candidate)
-        if not judgement.compatible:
-            level = self.catalog.level_of(subject)
-            raise _incompatible(f"{subject} has the level {level}.", judgement)
-
 
 def current_versions(subject: Subject) -> list[Version]:
     """The versions that count: those that are not deprecated."""
@@ -375,17 +412,3 @@ class _Stored(Sequence[AvroSchema]):
         if isinstance(index, slice):
             return _Stored(self._versions[index], self._schemas)
         return self._schemas.parsed(self._versions[index].schema)
-
-
-def _incompatible(what: str, judgement: Judgement) -> Refused:
-    text, differences = f"{what} {judgement.as_text()}", judgement.as_json()
-    return Refused(problems.INCOMPATIBLE, text, differences=differences, repair=judgement.repair)
-
-
-def _incompatible_types(protocol: str, refused: Sequence[tuple[str, Judgement]]) -> Refused:
-    """Each difference has the subject; `repairs` has a patch for each subject for which there is one."""
-    told = " ".join(f"{subject}: {judgement.as_text()}" for subject, judgement in refused[:_TOLD])
-    differences = [{"subject": subject, **one} for subject, judgement in refused for one in judgement.as_json()]
-    repairs = {subject: judgement.repair for subject, judgement in refused if judgement.repair is not None}
-    text = f"{protocol} is incompatible. {told}"
-    return Refused(problems.INCOMPATIBLE, text, differences=differences, repairs=repairs)

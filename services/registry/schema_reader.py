@@ -11,9 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-import orjson
-
-from services.core.avro.json_document import SchemaError
+from services.core.avro.json_document import SchemaError, to_text
 from services.core.avro.parsing import parse_schema
 from services.core.avro.schema import Array, Map, Named, Record, Union
 from services.core.avro.schema import Schema as AvroSchema
@@ -142,7 +140,7 @@ def read_types(types: Sequence[AvroSchema]) -> list[Candidate]:
     texts: list[str] = []
     left = MAX_PROTOCOL_BYTES
     for one in types:
-        texts.append(orjson.dumps(one.to_json()).decode())
+        texts.append(to_text(one.to_json()))
         left -= len(texts[-1])
         if left < 0:
             limit = f"Its types, each written out with those that it uses, have more than {MAX_PROTOCOL_BYTES:,} bytes."
@@ -158,7 +156,7 @@ def _read(text: str, named: Mapping[str, AvroSchema], references: tuple[Referenc
         place = {"path": error.path, "line": error.line, "column": error.column}
         raise Refused(problems.BAD_SCHEMA, str(error), **place) from error
     if normalize:
-        text = orjson.dumps(parsed.to_json()).decode()
+        text = to_text(parsed.to_json())
         references = ()
     return Candidate(parsed, text, references)
 

@@ -22,7 +22,9 @@ DEADLINE = 900.0
 """Seconds; a quiet machine needs a sixth of them."""
 DRAIN = "300s"
 """A service that needs long to end, because the machine is busy, ends in good order all the same."""
-_PATIENT_SEND = "import services.fleet.sender as sender; sender.GIVE_UP_AFTER_S = 900.0; from services.fleet.cli import main; main()"
+_PATIENT_SEND = (
+    "import services.fleet.sender as s; s.GIVE_UP_AFTER_S = 900.0; from services.fleet.cli import main; main()"
+)
 """`penstock` that sends for as long as a fleet needs to come back."""
 REPOSITORY = Path(__file__).parents[2]
 SECRET = "whsec_" + "a2V5" * 8

@@ -6,6 +6,7 @@ TRANSITIVE: not only with the last schema, but with all of them. NONE: anything 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Final
 
 from services.core.avro.differences import Finding, find, fragment
 from services.core.avro.fixes import candidates
-from services.core.avro.json_document import Fault, Json, SchemaError
+from services.core.avro.json_document import Fault, Json, SchemaError, decode, read_json, to_text
 from services.core.avro.notes import notes
 from services.core.avro.patch import Operation, PatchError, apply_patch
 from services.core.avro.resolution import TooComplex
@@ -22,8 +23,10 @@ from services.core.avro.schema import Named, Schema
 
 MAX_TRIES: Final = 200
 """How many candidates of changes a repair tries."""
-MAX_TRIED_NODES: Final = 50_000
-"""The same in types and fields of the new schema, which each try reads again: a schema of 50,000 gets one try."""
+MAX_CPU_S: Final = 2.0
+"""The CPU seconds of its thread after which it tries no more. One try of the largest schemas takes a second or two."""
+MAX_OPERATIONS: Final = 1000
+"""The most operations of a patch."""
 MAX_PASSES: Final = 3
 """How often a repair goes through all versions: a change for a later one may break an earlier one."""
 
@@ -110,11 +113,11 @@ def check(level: Level, new: Schema, existing: Sequence[Schema]) -> list[Differe
 
     Raises TooComplex.
     """
-    differences: dict[tuple[str, str], Difference] = {}
+    differences: dict[tuple[str, str, str], Difference] = {}
     for index, old in _counted(level, existing):
         for group in _groups(_findings(new, old, level)):
             difference = _difference(group, index)
-            differences.setdefault((difference.path, difference.message), difference)
+            differences.setdefault((difference.path, difference.message, difference.breaks), difference)
     return list(differences.values())
 
 
@@ -123,48 +126,65 @@ def compatible(level: Level, new: Schema, existing: Sequence[Schema]) -> bool:
     return not any(_findings(new, old, level) for _, old in _counted(level, existing))
 
 
-def diff(old: Schema, new: Schema) -> Comparison:
+def diff(old: Schema, new: Schema, level: Level = Level.FULL) -> Comparison:
     """Every change from the old schema to the new one: first what breaks a direction, then what breaks nothing (`breaks` empty).
-    The repair makes the two FULL compatible.
 
-    Raises TooComplex.
+    The patch is for the level, so a difference that the level allows has no fix. Raises TooComplex.
     """
-    found = compare(Level.FULL, new, [old])
+    found = check(Level.FULL, new, [old])
+    patch = compare(level, new, [old]).repair
+    if len(found) == 1:
+        found = [replace(found[0], fix=patch)]
     known = {
         (finding.site, finding.field.name if finding.field else "") for finding, _ in _findings(new, old, Level.FULL)
     }
     rest = [note for note in notes(old, new) if (note.path, "") not in known and (note.path, note.subject) not in known]
     more = [Difference(note.path, note.rule, note.new, note.old, "", note.message, None) for note in rest]
-    return Comparison(found.differences + more, found.repair)
+    return Comparison(found + more, patch)
 
 
 def repair(level: Level, new: Schema, existing: Sequence[Schema]) -> list[Operation] | None:
     """One JSON Patch of the new schema that makes it compatible. None when there is none among the candidates that are tried.
 
-    It is made of steps, each of which ends a difference of one pair.
+    It is made of steps, each of which ends a difference of one pair, or all new and lost fields at once.
     """
     patch: list[Operation] = []
-    schema, tries = new, _budget(new)
+    schema, budget = new, _Budget()
     with suppress(TooComplex):
         for _ in range(MAX_PASSES):
             is_compatible = True
             for _, old in _counted(level, existing):
-                while found := _findings(schema, old, level):
+                while not budget.is_over and (found := _findings(schema, old, level)):
                     is_compatible = False
-                    step = _step(schema, old, level, found, tries)
+                    step = _step(schema, old, level, found, budget)
                     changed = None if step is None else _apply(schema, step)
-                    if step is None or changed is None:
+                    if step is None or changed is None or len(patch) + len(step) > MAX_OPERATIONS:
                         return None
                     patch += step
                     schema = changed
+                if budget.is_over:
+                    return None
             if is_compatible:
                 return patch
     return None
 
 
-def _budget(new: Schema) -> list[int]:
-    """How many candidates may be tried."""
-    return [min(MAX_TRIES, MAX_TRIED_NODES // _size(new))]
+class _Budget:
+    """Of one repair, on the thread that makes it."""
+
+    def __init__(self) -> None:
+        self.tries = MAX_TRIES
+        self._until = time.thread_time() + MAX_CPU_S
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its time is used up."""
+        return time.thread_time() > self._until
+
+    def take(self) -> bool:
+        """Whether one more try may be made."""
+        self.tries -= 1
+        return self.tries >= 0 and not self.is_over
 
 
 def _counted(level: Level, existing: Sequence[Schema]) -> Iterable[tuple[int, Schema]]:
@@ -202,14 +222,42 @@ def _difference(group: list[tuple[Finding, bool]], against: int) -> Difference:
 
 
 def _step(
-    new: Schema, old: Schema, level: Level, found: list[tuple[Finding, bool]], tries: list[int]
+    new: Schema, old: Schema, level: Level, found: list[tuple[Finding, bool]], budget: _Budget
 ) -> list[Operation] | None:
-    """A patch that ends the first difference for which there is one. None when there is none."""
-    for group in _groups(found):
-        patch = _ending(group, new, old, level, found, tries)
+    """A patch that ends the first difference for which there is one, or all of fields at once. None when there is none."""
+    groups = _groups(found)
+    if (patch := _fields(groups, new, old, level, found, budget)) is not None:
+        return patch
+    for group in groups if len(groups) <= budget.tries else []:  # each one takes a try at least
+        patch = _ending(group, new, old, level, found, budget)
         if patch is not None:
             return patch
     return None
+
+
+def _fields(
+    groups: list[list[tuple[Finding, bool]]],
+    new: Schema,
+    old: Schema,
+    level: Level,
+    before: list[tuple[Finding, bool]],
+    budget: _Budget,
+) -> list[Operation] | None:
+    """The best candidates for all new and lost fields together, in one try: a schema may have hundreds of them."""
+    if new.origin is None:
+        return None
+    fields = [group for group in groups if group[0][0].rule == "FIELD_NEEDS_DEFAULT"]
+    if not 1 < len(fields) <= MAX_OPERATIONS:
+        return None
+    known, patch, ended = _names(new), list[Operation](), 0
+    for group in fields:
+        finding, new_reads = group[0]
+        if offered := next(candidates(finding, new.origin.document, new_reads=new_reads, known=known), None):
+            patch, ended = patch + offered, ended + len(group)
+    if not patch or not budget.take():
+        return None
+    changed = _apply(new, patch)
+    return patch if changed is not None and len(_findings(changed, old, level)) <= len(before) - ended else None
 
 
 def _ending(
@@ -218,22 +266,22 @@ def _ending(
     old: Schema,
     level: Level,
     before: list[tuple[Finding, bool]],
-    tries: list[int],
+    budget: _Budget,
 ) -> list[Operation] | None:
     """The first candidate that ends all findings of the group, otherwise the first that ends one. None when there is none."""
     best: list[Operation] | None = None
-    for patch, after in _tried(group, new, old, level, tries):
+    for patch, after in _tried(group, new, old, level, budget):
         if len(after) <= len(before) - len(group):
             return patch
         if len(after) < len(before):
             best = best or patch
         elif best is None and len(after) == len(before):
-            best = _both(patch, before, new, old, level, tries)
+            best = _both(patch, before, new, old, level, budget)
     return best
 
 
 def _both(
-    patch: list[Operation], before: list[tuple[Finding, bool]], new: Schema, old: Schema, level: Level, tries: list[int]
+    patch: list[Operation], before: list[tuple[Finding, bool]], new: Schema, old: Schema, level: Level, budget: _Budget
 ) -> list[Operation] | None:
     """A patch that ended one finding and brought another one, with a second patch for that one. None when there is none."""
     changed = _apply(new, patch)
@@ -242,14 +290,14 @@ def _both(
     known = {(finding.site, finding.rule, finding.subject) for finding, _ in before}
     after = _findings(changed, old, level)
     brought = [item for item in after if (item[0].site, item[0].rule, item[0].subject) not in known]
-    for more, left in _tried(brought[:1], changed, old, level, tries):
+    for more, left in _tried(brought[:1], changed, old, level, budget):
         if len(left) < len(before):
             return [*patch, *more]
     return None
 
 
 def _tried(
-    group: list[tuple[Finding, bool]], new: Schema, old: Schema, level: Level, tries: list[int]
+    group: list[tuple[Finding, bool]], new: Schema, old: Schema, level: Level, budget: _Budget
 ) -> Iterator[tuple[list[Operation], list[tuple[Finding, bool]]]]:
     """Each candidate that makes a schema that can be read and compared, with the findings that are left."""
     if new.origin is None:
@@ -257,9 +305,8 @@ def _tried(
     known = _names(new)
     for finding, new_reads in group:
         for patch in candidates(finding, new.origin.document, new_reads=new_reads, known=known):
-            if tries[0] <= 0:
+            if not budget.take():
                 return
-            tries[0] -= 1
             changed = _apply(new, patch)
             with suppress(TooComplex):
                 if changed is not None:
@@ -272,25 +319,10 @@ def _apply(schema: Schema, patch: Sequence[Operation]) -> Schema | None:
     if origin is None:
         return None
     try:
-        return origin.again(apply_patch(origin.document, patch), schema.full_name)
+        text = to_text(apply_patch(origin.document, patch))
+        return origin.again(read_json(decode(text)), schema.full_name)  # as if somebody had sent it
     except (PatchError, Fault, SchemaError):
         return None
-
-
-def _size(schema: Schema) -> int:
-    """How many types and fields it has, each named type once."""
-    seen: set[str] = set()
-    size, rest = 1, [schema]
-    while rest:
-        node = rest.pop()
-        if isinstance(node, Named):
-            if node.full_name in seen:
-                continue
-            seen.add(node.full_name)
-        inner = node.inner()
-        size += len(inner)
-        rest += inner
-    return size
 
 
 def _names(schema: Schema) -> set[str]:

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import NoReturn, TypeAlias
+
+import orjson
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -70,7 +73,9 @@ def decode(text: str | bytes) -> str:
 def read_json(text: str) -> Json:
     """The value of the text. Raises SchemaError for a mistake, a key that is there twice, and for nesting that is too deep."""
     try:
-        value: Json = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        value: Json = json.loads(
+            text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite
+        )
     except json.JSONDecodeError as error:
         raise SchemaError("", f"The text is not JSON: {error.msg}.", error.lineno, error.colno) from None
     except _DuplicateKey as error:
@@ -81,12 +86,20 @@ def read_json(text: str) -> Json:
         ) from None
     except RecursionError:
         raise SchemaError("", _too_deep(), 1, 1) from None
-    except ValueError as error:  # a number of thousands of digits, or NaN
+    except ValueError as error:  # a number of thousands of digits, NaN, or 1e999
         raise SchemaError("", f"The text has a number that JSON or Avro does not have: {error}.", 1, 1) from None
     _check_depth(value)
     if _SURROGATE.search(text) is not None or not text.isascii():
         _check_encodable(value)
     return value
+
+
+def to_text(value: object) -> str:
+    """The compact JSON text of a value that `read_json` gave, alone or inside of others: with integers of any size."""
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:  # an integer of more than 64 bits, or nesting of more than 254 levels
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def locate(text: str, path: str) -> tuple[int, int]:
@@ -118,6 +131,14 @@ def _no_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
             if key in seen:
                 raise _DuplicateKey(key)
             seen.add(key)
+    return value
+
+
+def _finite(text: str) -> float:
+    """Raises ValueError for 1e999: Avro has the string "Infinity", and JSON has nothing for it."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f'{text}. Try: "Infinity" in quotes' if len(text) < 20 else "too large")
     return value
 
 

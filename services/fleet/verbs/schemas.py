@@ -140,7 +140,7 @@ def diff(
     """
     if level.upper() not in (Level.BACKWARD, Level.FORWARD, Level.FULL):
         raise CommandFailed(f"{level} is no level here", "--level BACKWARD, FORWARD or FULL", status=2)
-    body = {"from": _side(old), "to": _side(new)}
+    body = {"from": _side(old), "to": _side(new), "level": level.upper()}
     target = _target(registry, key_file, data)
     _, answer = uvloop.run(ask(target, "POST", "/v1/diff", body))
     allowed = answer["levels"][level.upper()]
@@ -148,7 +148,8 @@ def diff(
         typer.echo(json.dumps({**answer, "compatible": allowed}))
     else:
         print_differences(answer["differences"])
-        _print_together(answer, "FULL compatible")
+        if not allowed:
+            _print_together(answer, f"{level.upper()} compatible")
         same = (
             "the schemas are the same"
             if answer["same"]
@@ -247,12 +248,17 @@ def _refuse(answer: dict[str, Any], *, as_json: bool) -> None:
 
 def _print_together(answer: dict[str, Any], makes: str) -> None:
     """The patch that ends several differences. That of an only one stands beside it. `repairs`: of a protocol, by subject."""
-    fixed = {one.get("subject", "") for one in answer["differences"] if one["fix"]}
-    for subject, patch in (answer.get("repairs") or {"": answer.get("repair")}).items():
-        if patch and subject not in fixed:
-            print_note(f"These changes {f'of {plain(subject)} ' if subject else ''}together make it {makes}:", "green")
-            for step in patch:
-                OUT.print(Text(f"  {json.dumps(step)}"))
+    repairs = answer["repairs"] if "repairs" in answer else {"": answer.get("repair")}
+    for subject in dict.fromkeys(one.get("subject", "") for one in answer["differences"] if one["breaks"]):
+        patch, of = repairs.get(subject), f" of {plain(subject)}" if subject else ""
+        if any(one["fix"] for one in answer["differences"] if one.get("subject", "") == subject):
+            continue
+        if not patch:
+            print_note(f"No change{of} was found that makes it {makes}.", "yellow")
+            continue
+        print_note(f"These changes{of} together make it {makes}:", "green")
+        for step in patch:
+            OUT.print(Text(f"  {json.dumps(step)}"))
 
 
 def _target(registry: str | None, key_file: Path | None, data: Path) -> Registry:

@@ -251,7 +251,21 @@ def test_a_patch_is_applied_in_order_and_to_a_copy() -> None:
     assert apply_patch(document, [{"op": "replace", "path": "", "value": 1}]) == 1
 
 
-def test_a_large_schema_gets_fewer_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hundreds_of_new_and_lost_fields_take_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: of a record with a thousand fields, sixty of them new, nothing is offered: each one takes a try."""
+    monkeypatch.setattr(compatibility, "MAX_TRIES", 2)
+    kept = [(f"k{n}", "int") for n in range(900)]
+    new, old = (
+        record(*kept, *((f"{side}{n}", kind) for n in range(60))) for side, kind in (("a", NULLABLE), ("b", "int"))
+    )
+    for level, operations in ((Level.BACKWARD, 60), (Level.FORWARD, 60), (Level.FULL, 120)):
+        found = compare(level, new, [old])
+        assert found.repair is not None
+        assert len(found.repair) == operations
+        assert compatible(level, changed(new, found.repair), [old])
+
+
+def test_the_search_for_a_patch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: the comparison of two schemas of 1 MB takes minutes, and registrations wait for it."""
     tried: list[int] = []
     original = compatibility._apply
@@ -261,10 +275,38 @@ def test_a_large_schema_gets_fewer_tries(monkeypatch: pytest.MonkeyPatch) -> Non
         return original(*args)
 
     monkeypatch.setattr(compatibility, "_apply", counted)
-    monkeypatch.setattr(compatibility, "MAX_TRIED_NODES", 500)
-    for fields, tries in ((20, 20), (90, 5)):
-        old, new = (record(*((f"f{n}", kind) for n in range(fields))) for kind in ("string", "int"))
-        tried.clear()
-        assert len(check(Level.FULL, new, [old])) == fields
-        assert (repair(Level.FULL, new, [old]) is not None) == (tries == fields)
-        assert len(tried) == 2 * tries  # each is tried, and then done
+    old, new = (record(*((f"f{n}", kind) for n in range(20))) for kind in ("string", "int"))
+    assert repair(Level.FULL, new, [old]) is not None
+    assert len(tried) == 40  # each of the twenty is tried, and then done
+    tried.clear()
+    monkeypatch.setattr(compatibility, "MAX_TRIES", 19)
+    assert repair(Level.FULL, new, [old]) is None
+    assert not tried, "it was known at once that so few tries are not enough"
+    monkeypatch.setattr(compatibility, "MAX_TRIES", 200)
+    monkeypatch.setattr(compatibility, "MAX_CPU_S", -1.0)
+    assert repair(Level.FULL, new, [old]) is None
+    assert not tried
+    monkeypatch.undo()
+    many = record(*((f"f{n}", "int") for n in range(2000)))
+    assert repair(Level.FORWARD, record(("a", "int")), [many]) is None, "a patch of 2,000 operations"
+
+
+def test_a_patch_is_tried_as_the_text_that_a_client_sends() -> None:
+    """Broken: the patch fits in memory, and the text that it makes is refused."""
+    long = {"type": "fixed", "name": "F", "size": 1, "doc": "x" * 600_000}
+    new = parse_schema(json.dumps({"type": "record", "name": "R", "doc": "x" * 700_000, "fields": []}))
+    assert repair(Level.FORWARD, new, [record(("a", long))]) is None
+    kept = {"type": "bytes", "unknown": 10**30}
+    [found] = compare(Level.FORWARD, record(), [record(("a", kept))]).differences
+    assert found.fix == [{"op": "add", "path": "/fields/-", "value": {"name": "a", "type": kept}}]
+
+
+def test_the_patch_of_a_diff_is_for_the_level() -> None:
+    """Broken: only BACKWARD is asked for, and a change that FORWARD needs makes it impossible."""
+    new, old = record(("a", "int"), ("b", "int")), record(("c", "int"))
+    for level in (Level.BACKWARD, Level.FORWARD, Level.FULL):
+        found = diff(old, new, level)
+        assert sorted(one.breaks for one in found.differences if one.breaks) == ["BACKWARD", "BACKWARD", "FORWARD"]
+        assert found.repair is not None
+        assert compatible(level, changed(new, found.repair), [old])
+    assert diff(record(), record(("a", "int")), Level.FORWARD).differences[0].fix is None

@@ -2,9 +2,11 @@
 
 import json
 from itertools import chain
+from typing import Any
 
 import pytest
 
+from services.core.avro.compatibility import Comparison, compare
 from services.registry import schema_reader
 from services.registry.catalog import Schema
 from services.registry.schema_reader import SchemaReader
@@ -68,6 +70,40 @@ async def test_a_schema_of_a_megabyte() -> None:
             text = json.dumps({"type": "fixed", "name": "F", "size": 1, "doc": "x" * length})
             found = await client.register("s", text, status=status)
         assert "1,048,576 bytes" in found["message"]
+
+
+@pytest.mark.parametrize("odd", [10**30, json.loads("[" * 249 + "]" * 249)], ids=["integer", "depth"])
+async def test_values_that_few_read_come_back_as_they_are(odd: object) -> None:
+    """Broken: an attribute that nobody else looks at makes every refusal about its schema a fault of the server."""
+    kept = {"type": "record", "name": "R", "fields": [{"name": "a", "type": {"type": "bytes", "x": odd}}]}
+    empty = json.dumps({"type": "record", "name": "R", "fields": []})
+    async with running_registry() as client:
+        await client.ask("PUT", "/config/s", {"compatibility": "FORWARD"})
+        await client.register("s", json.dumps(kept))
+        refused = await client.register("s", empty, status=409)
+        assert refused["differences"][0]["version"] == 1
+        verbose = await client.ask("POST", "/compatibility/subjects/s/versions/latest?verbose=true", {"schema": empty})
+        assert not verbose["is_compatible"]
+        path = "/subjects/other/versions?normalize=true"
+        await client.ask("POST", path, {"schema": json.dumps(kept)})
+        protocol = {"protocol": "P", "types": [kept], "messages": {}}
+        await client.ask("POST", "/v1/protocols", {"text": json.dumps(protocol)}, status=201)
+
+
+async def test_the_reasons_of_a_refusal_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: one client's refusal is explained for seconds, while every other registration waits."""
+    asked: list[bool] = []
+    async with running_registry() as client:
+
+        def counted(*args: Any) -> Comparison:
+            asked.append(client.registrar.log.writing.locked())
+            return compare(*args)
+
+        monkeypatch.setattr("services.registry.registrar.compare", counted)
+        await client.register("s", make_schema("a", 0))
+        broken = json.dumps({"type": "fixed", "name": "F", "size": 1})
+        await client.register("s", broken, status=409)
+        assert asked == [False]
 
 
 async def test_work_on_schemas_has_a_line_of_a_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,9 +123,10 @@ async function compare() {
       ...line("old", "−", sides(one)[0]),
       ...line("new", "+", sides(one)[1]),
       ...(one.fix ? [element("pre", {}, `fix ${JSON.stringify(one.fix)}`)] : [])));
-    const together = said.repair && !said.differences.some((one) => one.fix) ? [element("article", { class: "quiet" },
-      element("p", {}, "These changes of the new schema together make it FULL compatible:"),
-      ...said.repair.map((step) => element("pre", {}, JSON.stringify(step))))] : [];
+    const broken = said.differences.some((one) => one.breaks), fixed = said.differences.some((one) => one.fix);
+    const together = !broken || fixed ? [] : [element("article", { class: "quiet" },
+      element("p", {}, said.repair ? "These changes of the new schema together make it FULL compatible:" : "No change was found that makes it FULL compatible."),
+      ...(said.repair || []).map((step) => element("pre", {}, JSON.stringify(step))))];
     const none = found.length ? [] : [element("p", { class: "hint" }, said.same ? "The schemas are the same." : "Nothing breaks.")];
     list.replaceChildren(element("div", { class: "levels" }, ...levels), ...none, ...found, ...together);
   } catch (error) {
