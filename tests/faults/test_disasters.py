@@ -11,10 +11,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
+import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import NewTopic
 from aiokafka.structs import ConsumerRecord
 
+from services.core.aws_emulator import CREDENTIALS, AwsEmulator
+from services.core.aws_emulator import REGION as EMULATED
 from services.core.jvm.kafka import KafkaCluster
 from tests.faults.fleet import wait_until
 from tests.faults.shop import Shop, command_of, now, open_receiver, open_shop
@@ -166,6 +169,31 @@ async def test_a_region_that_is_lost(tmp_path: Path) -> None:
         assert shop.crm.came.keys() == {*delivered, *waiting, *fresh}
         assert set(later) & shop.crm.came.keys() == set()
         assert all(shop.crm.came[number] == 1 for number in (*waiting, *fresh))
+
+
+async def test_another_region_on_kinesis(
+    kinesis_emulator: AwsEmulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: in the other region the fleet looks for what the lost one had, its tables or positions, and does not start."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    async with open_shop(tmp_path, f"{kinesis_emulator.url}&prefix={unique_name('shop')}.") as shop:
+        await shop.run(f"{APPLY} '{shop.url}'")
+        await shop.start()
+        delivered = await shop.send(10)
+        await shop.wait_came(delivered)
+        await shop.stop("expel")
+        lost = await shop.send(10)
+        await shop.fleet.services["ingest"].kill()
+
+        shop.url = shop.url.replace(EMULATED, "eu-central-1")
+        shop.listen = ""
+        await shop.run(f"{APPLY} '{shop.url}'")
+        await shop.start()
+        fresh = await shop.send(10)
+        await shop.wait_came(fresh)
+        assert shop.crm.came.keys() == {*delivered, *fresh}
+        assert not shop.crm.came.keys() & set(lost), "nobody has them any more, as the page says"
 
 
 async def test_a_wrong_deploy(tmp_path: Path) -> None:

@@ -38,15 +38,15 @@ _READY_S = 600.0
 
 
 class Account:
-    """outputs: of each stack, by the stack's name."""
+    """In one region. outputs: of each stack, by the stack's name."""
 
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint = endpoint
+    def __init__(self, endpoint: str, region: str = REGION) -> None:
+        self.endpoint, self.region = endpoint, region
         self.outputs: dict[str, dict[str, str]] = {}
 
     def client(self, service: str) -> Any:
         """The SDK's client; it blocks."""
-        return boto3.client(service, region_name=REGION, endpoint_url=self.endpoint)
+        return boto3.client(service, region_name=self.region, endpoint_url=self.endpoint)
 
     def deploy(self, stack: str, text: str, **parameters: str) -> None:
         """A new stack."""
@@ -112,7 +112,7 @@ def open_account(log: Path) -> Iterator[Account]:
                 environment.setenv(name, value)
             account = Account(f"http://127.0.0.1:{port}")
             _wait(account, log)
-            _deploy(account)
+            deploy_fleet(account)
             yield account
     finally:
         stop_child(moto, grace_s=0)
@@ -130,7 +130,7 @@ def _wait(account: Account, log: Path) -> None:
             return
 
 
-def _deploy(account: Account) -> None:
+def deploy_fleet(account: Account) -> None:
     """In the order of docs/fleet.md."""
     network = account.client("ec2").describe_subnets()["Subnets"]
     place = {"Vpc": network[0]["VpcId"], "Subnets": ",".join(subnet["SubnetId"] for subnet in network[:2])}
@@ -152,7 +152,7 @@ def _deploy(account: Account) -> None:
         )
         if service == "ingest":
             given |= {"TargetGroup": balancer["TargetGroup"], "BalancerSecurityGroup": balancer["SecurityGroup"]}
-            given["Secret"] = SECRET
+            given["Secret"] = SECRET.replace(REGION, account.region)
         if service == "autoscaler":  # one that scales groups, too, has the most rights
             given |= {"ScaledBy": "penstock", "ObserverSecurityGroup": account.outputs["observer"]["SecurityGroup"]}
         account.deploy(service, (FOLDER / "service.yaml").read_text(), **given)

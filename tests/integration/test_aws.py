@@ -14,7 +14,7 @@ from services.core.aws_emulator import kinesis_url
 from services.core.broker.connect import open_broker
 from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics, wanted_topics
-from tests.integration.aws_account import MAX_OF_ONE, PIPES, POLICIES, SECRET, Account, open_account
+from tests.integration.aws_account import MAX_OF_ONE, PIPES, POLICIES, SECRET, Account, deploy_fleet, open_account
 
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/penstock:0.1.0"
 COMMANDS = {
@@ -44,6 +44,25 @@ async def test_the_streams_are_those_that_apply_makes(account: Account) -> None:
         done = await ensure_topics(broker.admin, pipes)
     assert (done.created, done.grown) == ((), ())
     assert set(done.kept) == {spec.name for spec in wanted_topics(pipes)}
+
+
+async def test_the_fleet_comes_up_in_another_region(account: Account) -> None:
+    """Broken: a region is lost, and the templates name it, or what an account has only once: nothing starts elsewhere."""
+    other = Account(account.endpoint, "eu-central-1")
+    await asyncio.to_thread(deploy_fleet, other)
+    assert other.outputs["data"]["Bucket"] != account.outputs["data"]["Bucket"]
+    for service in POLICIES:
+        assert (await asyncio.to_thread(other.group, service))["MaxSize"] == account.group(service)["MaxSize"]
+        script = await asyncio.to_thread(other.user_data, service)
+        assert "PENSTOCK_BROKER=kinesis://eu-central-1?" in script
+        assert account.region not in script
+        for action, where in (await asyncio.to_thread(other.rights, service)).items():
+            assert action.startswith("secretsmanager") or account.region not in str(where)
+    pipes = await asyncio.to_thread(load_pipes, PIPES)
+    url = kinesis_url(account.endpoint, account.endpoint).replace(account.region, other.region)
+    async with open_broker(url) as broker:
+        done = await ensure_topics(broker.admin, pipes)
+    assert (done.created, done.grown) == ((), ())
 
 
 @pytest.mark.parametrize("service", POLICIES)
