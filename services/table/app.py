@@ -22,7 +22,7 @@ from services.table.api import Api
 from services.table.follower import Follower
 from services.table.http_server import HttpServer
 from services.table.settings import TableSettings
-from services.table.snapshots import SnapshotSource
+from services.table.snapshots import SnapshotSource, remove_left_copies
 
 OPENAPI = Path(__file__).with_name("openapi.json")
 
@@ -103,6 +103,7 @@ def _prepare(folder: Path) -> None:
     """Raises BadConfiguration."""
     try:
         make_folder(folder, mode=0o700)
+        remove_left_copies(folder)
     except OSError as error:
         message = f"{folder}: {error.strerror}. Try: --data with a folder that this user may write"
         raise BadConfiguration([Problem("table", "data", message)]) from error

@@ -32,6 +32,7 @@ Result = TypeVar("Result")
 MEDIA = b"application/vnd.sqlite3"
 HASH = "Penstock-SHA256"
 CHUNK = 1 << 18
+_COPY = ".sending"
 _TIMEOUT = aiohttp.ClientTimeout(total=None, connect=10.0, sock_connect=10.0, sock_read=300.0)
 """The first byte comes when the copy is made."""
 
@@ -47,7 +48,7 @@ class Snapshots:
         if self._is_busy:
             raise Refused(problems.BUSY, "Another snapshot is under way.", retry_after=30)
         self._is_busy = True
-        path = store.path.with_name(f"{follower.stream}.sending")
+        path = store.path.with_name(follower.stream + _COPY)
         try:
             try:
                 size, digest = await _to_the_end(_make_copy, store, path)
@@ -68,6 +69,12 @@ class Snapshots:
             path.unlink(missing_ok=True)
         finally:
             self._is_busy = False
+
+
+def remove_left_copies(folder: Path) -> None:
+    """Of a service that was killed while it sent one. Raises OSError. Blocking."""
+    for path in folder.glob(f"*{_COPY}"):
+        path.unlink(missing_ok=True)
 
 
 async def _to_the_end(

@@ -24,8 +24,12 @@ class Harness(Protocol):
     poll_interval: float
     """Seconds without a poll after which the client library or backend, left alone, would give up on a member."""
 
-    def open(self) -> AbstractAsyncContextManager[Broker]:
-        """One more connection of its own, as another process would have, with the short time-outs above."""
+    def open(self, patience: float | None = None) -> AbstractAsyncContextManager[Broker]:
+        """One more connection of its own, as another process would have, with the short time-outs above.
+
+        patience: so many seconds instead, until a silent member is lost and a draining one is not waited for any longer: a busy
+        machine may stand still for longer than the short ones.
+        """
 
     def fresh_name(self, hint: str) -> str:
         """A topic or group name that no other test uses."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 
 from aiokafka.admin import RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
@@ -23,10 +24,11 @@ _TOPIC_SOURCE = 1
 """Of a setting in an answer of DescribeConfigs: it is the topic's own."""
 
 
-def open_for_tests(url: str) -> AbstractAsyncContextManager[Broker]:
+def open_for_tests(url: str, patience: float | None = None) -> AbstractAsyncContextManager[Broker]:
     """A connection with short group time-outs."""
     address = parse_kafka_url(url)
-    return open_kafka(address.bootstrap, timing=_TIMING, prefix=address.prefix)
+    timing = _TIMING if patience is None else replace(_TIMING, session=patience, drain=patience)
+    return open_kafka(address.bootstrap, timing=timing, prefix=address.prefix)
 
 
 class KafkaHarness:
@@ -40,8 +42,8 @@ class KafkaHarness:
         self.url = f"kafka://{cluster.bootstrap}" + (f"?prefix={prefix}" if prefix else "")
         self.spec = f"kafka:{self.url}"
 
-    def open(self) -> AbstractAsyncContextManager[Broker]:
-        return open_for_tests(self.url)
+    def open(self, patience: float | None = None) -> AbstractAsyncContextManager[Broker]:
+        return open_for_tests(self.url, patience)
 
     def other_fleet(self, prefix: str) -> "KafkaHarness":
         """The same cluster with another prefix."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 
 from services.core.aws_emulator import AwsEmulator, kinesis_url
 from services.core.broker.connect import parse_kinesis_url
@@ -19,9 +20,10 @@ _TIMING = Timing(lease=4.0, heartbeat=0.2, sync=1.0, drain=10.0, request=10.0, s
 _DOWN_SECONDS = 1.0
 
 
-def open_for_tests(url: str) -> AbstractAsyncContextManager[Broker]:
+def open_for_tests(url: str, patience: float | None = None) -> AbstractAsyncContextManager[Broker]:
     """A connection with short leases."""
-    return KinesisBroker.open(url, timing=_TIMING)
+    timing = _TIMING if patience is None else replace(_TIMING, lease=patience, drain=patience)
+    return KinesisBroker.open(url, timing=timing)
 
 
 class KinesisHarness:
@@ -42,8 +44,8 @@ class KinesisHarness:
             self.url += f"&prefix={prefix}"
         self.spec = f"kinesis:{self.url}"
 
-    def open(self) -> AbstractAsyncContextManager[Broker]:
-        return open_for_tests(self.url)
+    def open(self, patience: float | None = None) -> AbstractAsyncContextManager[Broker]:
+        return open_for_tests(self.url, patience)
 
     def other_fleet(self, prefix: str) -> "KinesisHarness":
         """The same account with another prefix."""

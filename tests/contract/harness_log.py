@@ -6,6 +6,7 @@ import signal
 import sys
 import uuid
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 
 from services.core.broker.contract import Broker, TopicSpec
@@ -30,9 +31,10 @@ time.sleep(60)
 """
 
 
-def open_for_tests(address: str) -> AbstractAsyncContextManager[Broker]:
+def open_for_tests(address: str, patience: float | None = None) -> AbstractAsyncContextManager[Broker]:
     """The folder with short leases, so that tests need not wait for long ones."""
-    return LogBroker.open(address, timing=TIMING)
+    timing = TIMING if patience is None else replace(TIMING, lease=patience, drain=patience)
+    return LogBroker.open(address, timing=timing)
 
 
 class LogHarness:
@@ -46,9 +48,9 @@ class LogHarness:
         self.spec = f"log:{self._folder}"
         self.url = f"log://{self._folder}"
 
-    def open(self) -> AbstractAsyncContextManager[Broker]:
+    def open(self, patience: float | None = None) -> AbstractAsyncContextManager[Broker]:
         """One more connection, as another process would have."""
-        return open_for_tests(str(self._folder))
+        return open_for_tests(str(self._folder), patience)
 
     def fresh_name(self, hint: str) -> str:
         """Unique, though every test has a folder of its own."""

@@ -15,10 +15,10 @@ _OTHER, _OTHERS_END = "other", "-other"
 
 
 @asynccontextmanager
-async def open_for_tests(address: str) -> AsyncIterator[Broker]:
+async def open_for_tests(address: str, patience: float | None = None) -> AsyncIterator[Broker]:
     """address: the folder of both."""
-    other = {_OTHER: partial(open_log, f"{address}/second/log")}
-    async with open_log(f"{address}/first/log") as own, open_several(own, other, _ByName({})) as broker:
+    other = {_OTHER: partial(open_log, f"{address}/second/log", patience)}
+    async with open_log(f"{address}/first/log", patience) as own, open_several(own, other, _ByName({})) as broker:
         yield broker
 
 
@@ -44,9 +44,9 @@ class SeveralHarness:
         self.url = self._logs[DEFAULT].url
         self._folder = folder
 
-    def open(self) -> AbstractAsyncContextManager[Broker]:
+    def open(self, patience: float | None = None) -> AbstractAsyncContextManager[Broker]:
         """One more connection, as another process would have."""
-        return open_for_tests(str(self._folder))
+        return open_for_tests(str(self._folder), patience)
 
     def fresh_name(self, hint: str) -> str:
         """Every second one is on the other log."""

@@ -29,6 +29,9 @@ from tests.contract.traffic import (
     until_async,
 )
 
+_PATIENCE_S = 120.0
+"""Where nobody hangs or dies."""
+
 
 async def test_two_groups_each_get_everything(harness: Harness) -> None:
     """If it fails, a second pipe on the same stream takes events away from the first."""
@@ -117,7 +120,7 @@ async def test_commit_survives_a_restart(harness: Harness) -> None:
 
 async def test_on_revoke_is_awaited_before_the_next_owner_reads(harness: Harness) -> None:
     """If it fails, a rebalance delivers in-flight events twice, and two workers send one key at once."""
-    async with harness.open() as one, harness.open() as two:
+    async with harness.open(_PATIENCE_S) as one, harness.open(_PATIENCE_S) as two:
         topic = await harness.create_topic(one, partitions=2)
         for partition in range(2):
             await append(one, topic, numbered(range(partition * 10, partition * 10 + 10)), partition)
@@ -233,7 +236,7 @@ async def test_after_leaving_nothing_can_be_committed(harness: Harness) -> None:
 
 async def test_leaving_drains_first(harness: Harness) -> None:
     """If it fails, every orderly stop (SIGTERM, a deploy) delivers the last batches again."""
-    async with harness.open() as broker:
+    async with harness.open(_PATIENCE_S) as broker:
         topic = await harness.create_topic(broker)
         appended = await append(broker, topic, numbered(range(5)))
         group = harness.fresh_name("g")
@@ -256,7 +259,7 @@ async def test_join_leave_storm_loses_nothing(harness: Harness) -> None:
     print(f"seed {seed}")
     chance = random.Random(seed)
     total = 400
-    async with harness.open() as broker:
+    async with harness.open(_PATIENCE_S) as broker:
         topic = await harness.create_topic(broker, partitions=4)
         group, ledger = harness.fresh_name("g"), Ledger()
 
@@ -269,14 +272,17 @@ async def test_join_leave_storm_loses_nothing(harness: Harness) -> None:
 
         async def come_and_go(number: int) -> None:
             for life in range(2):
-                async with harness.open() as own_one, Member(own_one, group, topic, f"m{number}.{life}", ledger):
+                async with (
+                    harness.open(_PATIENCE_S) as own_one,
+                    Member(own_one, group, topic, f"m{number}.{life}", ledger),
+                ):
                     await asyncio.sleep(chance.uniform(0.5, 3))
 
         async with asyncio.timeout(2 * DEADLINE), asyncio.TaskGroup() as tasks:
             tasks.create_task(produce())
             for number in range(4):
                 tasks.create_task(come_and_go(number))
-        async with harness.open() as own_one, Member(own_one, group, topic, "last", ledger):
+        async with harness.open(_PATIENCE_S) as own_one, Member(own_one, group, topic, "last", ledger):
             await until(lambda: len(ledger.processed) == total, "everything was processed")
 
             async def settled() -> bool:

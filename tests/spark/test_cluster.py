@@ -97,8 +97,12 @@ def test_workers_master_and_driver_come_and_go(
     """If this fails, the end of a worker, of an executor, of the master or of a driver loses events, or stops a pipe for good; or
     a driver whose application the master ended lives on uselessly."""
     total, batch = 1000, 40
+
+    def wait_until_all_came(events: int) -> None:
+        wait_for(lambda: len(set(pipeline.ids_so_far())) >= events, f"{events} events")
+
     pipeline.chosen(columns=COLUMNS, sql="SELECT event, n FROM {s}", max_events=batch, interval="50ms")
-    send(pipeline, 0, total)
+    send(pipeline, 0, 400)
     known = len(spark_cluster.applications())
     first, second = (ServiceProcess(tmp_path, pipeline.url, *on(spark_cluster)) for _ in range(2))
     with first, second:
@@ -108,18 +112,20 @@ def test_workers_master_and_driver_come_and_go(
         (application, *_) = spark_cluster.applications()[known:]
         spark_cluster.kill_worker(0)
         spark_cluster.start_worker(0)
-        _wait_for_more(pipeline, batch * 2)
+        wait_until_all_came(400)
+        send(pipeline, 400, 600)
         spark_cluster.executors()[0].kill()
-        _wait_for_more(pipeline, batch * 2)
+        wait_until_all_came(600)
         spark_cluster.kill_master()
         spark_cluster.start_master()
         wait_for(lambda: "pipe_on_standby" in second.output.read_text(), "a driver on standby")
-        assert len(pipeline.ids_so_far()) < total, "all done too early to mean anything"
+        send(pipeline, 600, 800)
         spark_cluster.end_application(application)
+        send(pipeline, 800, total)
         assert driver.wait(600) == 1, "the driver lives on without an application"
         assert f"{spark_cluster.url} has ended the application" in first.output.read_text()
         wait_for(lambda: "pipe_taken_over" in second.output.read_text(), "the other driver takes over")
-        wait_for(lambda: len(set(pipeline.ids_so_far())) == total, "all events")
+        wait_until_all_came(total)
         standby.terminate()
         assert standby.wait(600) == 0, second.output.read_text()[-3000:]
     assert "executors_lost" in first.output.read_text()
@@ -128,8 +134,3 @@ def test_workers_master_and_driver_come_and_go(
     assert counts.total() - total <= 4 * batch, "more again than the batches at work"
     assert not asyncio.run(pipeline.read_now("dead")), "an innocent event was rejected"
     assert numbers(pipeline.reports(), "passed") == set(range(total))
-
-
-def _wait_for_more(pipeline: BrokerPipeline, events: int) -> None:
-    before = len(set(pipeline.ids_so_far()))
-    wait_for(lambda: len(set(pipeline.ids_so_far())) >= before + events, "progress")

@@ -100,7 +100,7 @@ class Driver:
     def turn(self) -> None:
         """Up to the next request."""
         self._mine.release()
-        assert self._worlds.acquire(timeout=60)
+        assert self._worlds.acquire(timeout=600)
 
     def kill(self) -> None:
         self._killed = True

@@ -189,7 +189,7 @@ async def test_a_client_certificate_that_is_refused(
         "certificate required" if version is ssl.TLSVersion.TLSv1_3 else "handshake failure": {},
     }
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(60)
+        listener.settimeout(600)
         url = f"https://{NAME}:{listener.getsockname()[1]}/hook"
         for why, files in wrong.items():
             find_tls = partial(getattr, await held(tmp_path, ca=company.ca, **files), "current")

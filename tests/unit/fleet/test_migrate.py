@@ -123,7 +123,7 @@ async def test_nobody_reads_there_before_the_last_member_has_left(
             LogBroker.open(str(tmp_path / "own")) as old,
             old.consumer(GROUP, [STREAM], start="earliest", on_revoke=revoke) as member,
         ):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(600):
                 while not (batches := await member.poll(max_records=4, max_wait=0.1)):
                     pass
             await member.commit({batches[0].source: 1})

@@ -31,7 +31,7 @@ class _Reader:
         self.news = asyncio.Event()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(600):
             while not condition():
                 await asyncio.sleep(0)
 

@@ -154,14 +154,14 @@ async def test_a_topic_made_anew_is_read_in_order_from_its_beginning(
 
         while not consumer.assignment():
             await asyncio.sleep(0.01)
-        await another.appender.append("visits", 0, records(0, 30), timeout=10)
+        await another.appender.append("visits", 0, records(0, 30), timeout=600)
         while not numbers:
             await read()
         assert numbers == [0, 1, 2, 3, 4]
         await another.admin.delete_topic("visits")
         await asyncio.sleep(away)
         await another.admin.create_topic(TopicSpec("visits", partitions=1))
-        await another.appender.append("visits", 0, records(100, 30), timeout=10)
+        await another.appender.append("visits", 0, records(100, 30), timeout=600)
         while len(new := [number for number in numbers if number >= 100]) < 30:
             await read()
         assert new == [*range(100, 130)]

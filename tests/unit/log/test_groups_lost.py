@@ -42,7 +42,7 @@ async def join(broker: LogBroker, group: str, wanted: int) -> list[int]:
 async def fill(broker: LogBroker, first: int) -> None:
     """Five records in each of two partitions."""
     for partition in (0, 1):
-        await broker.appender.append(TOPIC, partition, records(first + 5 * partition, 5), timeout=10)
+        await broker.appender.append(TOPIC, partition, records(first + 5 * partition, 5), timeout=600)
 
 
 def lose_all(folder: Path) -> None:

@@ -23,7 +23,7 @@ async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.Strea
         await client.register("s", V1)
         host, _, port = client.base.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             yield reader, writer, client
         writer.close()
 

@@ -60,7 +60,7 @@ class Observer:
 
 async def report(broker: Broker, *reports: Report) -> None:
     records = [Record(b"k", one.encode(), one.at_ms) for one in reports]
-    await broker.appender.append(TELEMETRY, 0, records, timeout=30)
+    await broker.appender.append(TELEMETRY, 0, records, timeout=600)
 
 
 def losing(missing: int) -> list[Report]:

@@ -36,7 +36,7 @@ async def test_a_restart_knows_what_was_and_tells_no_minute_twice(
     monkeypatch.setattr(snapshot_log, "PIECE_BYTES", 40)
     async with Producer(broker.appender) as producer:
         await report(broker, *losing(2))
-        await broker.appender.append(TELEMETRY, 0, [Record(b"k", b"no report", START_MS)], timeout=30)
+        await broker.appender.append(TELEMETRY, 0, [Record(b"k", b"no report", START_MS)], timeout=600)
         first = Observer(broker, producer)
         first.now = FINAL_MS
         async with first.running():
@@ -194,7 +194,7 @@ async def test_a_long_search_holds_up_nothing_else(broker: Broker) -> None:
         observer = Observer(broker, producer)
         observer.now = FINAL_MS
         observer.follower._recovery_reader.read = hang  # type: ignore[method-assign]
-        await broker.appender.append("flights", 0, [Record(None, b"{}", START_MS)], timeout=30)
+        await broker.appender.append("flights", 0, [Record(None, b"{}", START_MS)], timeout=600)
         stranger = tell("expel", "late", "delivered", [1], destination="ops", incarnation="b")
         await report(broker, stranger, *losing(2))
         async with observer.running():
@@ -230,7 +230,7 @@ async def test_a_snapshot_of_before_is_read(broker: Broker) -> None:
         for word in words.values():
             del word["heard_ms"], word["made_ms"]
     old = zstandard.compress(msgspec.msgpack.encode(state))
-    await broker.appender.append(SNAPSHOTS, 0, records_v1(old, "old"), timeout=30)
+    await broker.appender.append(SNAPSHOTS, 0, records_v1(old, "old"), timeout=600)
     async with Producer(broker.appender) as producer:
         observer = Observer(broker, producer)
         observer.now = FINAL_MS

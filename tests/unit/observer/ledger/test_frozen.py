@@ -191,4 +191,4 @@ async def fill(broker: Broker, stream: str) -> None:
             for number in range(80)
             for incarnation in ((b"c1",) if stream == "clicks" else (b"a1", b"b1"))
         ]
-        await broker.appender.append(stream, partition, records, timeout=30)
+        await broker.appender.append(stream, partition, records, timeout=600)

@@ -105,7 +105,7 @@ async def test_no_minute_is_final_before_it_is_read_up_on(broker: Broker, monkey
     monkeypatch.setattr(reading, "READ_RECORDS", 1)
     headers = ((ARRIVAL, b"%d" % START_MS),)
     events = [Record(None, b"{}", START_MS, (*headers, (ORIGIN, b"b:0:%d" % number))) for number in range(3)]
-    await broker.appender.append("flights", 0, events, timeout=30)
+    await broker.appender.append("flights", 0, events, timeout=600)
     async with Producer(broker.appender) as producer:
         observer, halfway, go_on = Observer(broker, producer), asyncio.Event(), asyncio.Event()
         observer.now, apply = FINAL_MS, observer.follower.table.apply

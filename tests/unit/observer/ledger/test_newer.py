@@ -30,7 +30,7 @@ async def test_an_outcome_of_a_newer_version_is_no_loss(broker: Broker) -> None:
         await report(broker, accept(range(10)), tell("transform", "late", "passed", range(10)))
         await report(broker, tell("expel", "late", "delivered", range(7), destination="ops"))
         records = [Record(b"k", value, FINAL_MS) for value in (of_the_future(expired), strange)]
-        await broker.appender.append(TELEMETRY, 0, records, timeout=30)
+        await broker.appender.append(TELEMETRY, 0, records, timeout=600)
         observer = Observer(broker, producer)
         observer.now = FINAL_MS
         async with observer.running():
@@ -71,7 +71,7 @@ async def test_what_a_report_of_a_newer_format_may_have_settled_is_not_lost(
         observer.now = FINAL_MS - 60_000
         async with observer.running():
             await observer.caught_up()
-            await broker.appender.append(TELEMETRY, 0, [Record(b"k", of_version_2(settled), FINAL_MS)], timeout=30)
+            await broker.appender.append(TELEMETRY, 0, [Record(b"k", of_version_2(settled), FINAL_MS)], timeout=600)
             await observer.listen_for(60_000)
             await report(broker, *alive(observer.now))
             await observer.listen_for(20_000)

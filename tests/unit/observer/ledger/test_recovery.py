@@ -67,7 +67,7 @@ async def store(
         )
         for number in numbers
     ]
-    await broker.appender.append(topic, partition, records, timeout=30)
+    await broker.appender.append(topic, partition, records, timeout=600)
 
 
 async def recovered(table: Table, broker: Broker, now: int = LATER_MS) -> list[Report]:
@@ -219,7 +219,7 @@ async def test_what_was_lost_while_it_waited_is_named_where_it_waited_last(broke
         batch = await broker.reader.read("flights", 0, 0, max_records=5)
         assert batch is not None
         records = [wrap(batch.records[number], state, at) for number in numbers]
-        await broker.appender.append(topic, 0, records, timeout=30)
+        await broker.appender.append(topic, 0, records, timeout=600)
 
     await wait(RETRY_IN, [0, 1], START_MS - hour // 2, START_MS)
     await wait(RETRY_IN, [3, 2, 1, 0], START_MS)

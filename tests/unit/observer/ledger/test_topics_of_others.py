@@ -97,7 +97,7 @@ async def test_a_missing_event_is_named_by_its_place(tmp_path: Path) -> None:
     records = Translation(Stream(topic="billing"))(batch, TOPIC_ID).records
     async with LogBroker.open(str(tmp_path / "log")) as broker:
         await broker.admin.create_topic(TopicSpec("invoices", 1))
-        await broker.appender.append("invoices", 0, records, timeout=10)
+        await broker.appender.append("invoices", 0, records, timeout=600)
         found = await explain(table, broker.reader, "one", MINUTE)
     assert [(one.event_id, one.offset) for one in found.named] == [("billing-0-0", "0"), ("billing-0-2499", "2499")]
     assert found.records_read == 2
