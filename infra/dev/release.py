@@ -32,11 +32,6 @@ TESTED = ROOT / ".venv" / ".tested"
 ENGINES = ("docker", "podman")
 _NUMBER = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
 _UNRELEASED = "## [Unreleased]\n"
-IMAGE_TAGS = (
-    "docs/fleet.md",
-    "infra/kubernetes/base/kustomization.yaml",
-    "infra/kubernetes/autoscaled/kustomization.yaml",
-)
 _IMAGE_TAG = re.compile(r"(penstock:|images:|newTag: |ImageTag=)\d+\.\d+\.\d+")
 
 
@@ -127,7 +122,7 @@ def set_version(version: str) -> None:
 
 def set_image_tags(version: str) -> None:
     """Manifests and commands name the image of the last release."""
-    for path in (ROOT / name for name in IMAGE_TAGS):
+    for path in (ROOT / "docs" / "fleet.md", *sorted((ROOT / "infra" / "kubernetes").glob("*/kustomization.yaml"))):
         path.write_text(_IMAGE_TAG.sub(rf"\g<1>{version}", path.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -259,7 +259,12 @@ def test_each_replica_of_the_tables_keeps_its_own(monkeypatch: pytest.MonkeyPatc
     assert {"name": "http", "containerPort": 8082} in container["ports"]
     assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "management"}
     assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "management"}
-    assert pod["terminationGracePeriodSeconds"] >= settings.drain + CLOSE_S + 10
+    sleep = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert sleep == PODS["ingest"]["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert sleep == PODS["registry"]["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod["terminationGracePeriodSeconds"] >= sleep + settings.drain + CLOSE_S + 10
+    spread = pod["topologySpreadConstraints"]
+    assert [one["topologyKey"] for one in spread] == ["topology.kubernetes.io/zone", "kubernetes.io/hostname"]
     [keys] = [one["mountPath"] for one in container["volumeMounts"] if one["name"] == "keys"]
     assert settings.keys == Path(keys) / "keys.yaml"
     labels = {"app.kubernetes.io/name": "table"}

@@ -1,6 +1,7 @@
 """`make release`, on a copy of these files in a repository of its own: it pushes nothing, and changes nothing when it refuses."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -155,8 +156,13 @@ def test_a_signed_release(clone: Clone) -> None:
     assert (dist / "SHA256SUMS").read_text().strip() in clone.git("tag", "-n99", f"v{NEXT}").replace("\n    ", "\n")
     assert f'VERSION = "{NEXT}"' in clone.git("show", f"v{NEXT}:services/core/version.py")
     assert f"## [Unreleased]\n\n## [{NEXT}] - 20" in clone.git("show", f"v{NEXT}:CHANGELOG.md")
-    for name in ("base", "autoscaled"):
-        assert f"newTag: {NEXT}}}" in clone.git("show", f"v{NEXT}:infra/kubernetes/{name}/kustomization.yaml")
+    overlays = clone.git("ls-tree", "-r", "--name-only", f"v{NEXT}", "infra/kubernetes").splitlines()
+    overlays = [name for name in overlays if name.endswith("/kustomization.yaml")]
+    assert len(overlays) >= 5
+    for name in overlays:
+        text = clone.git("show", f"v{NEXT}:{name}")
+        assert f"newTag: {NEXT}}}" in text
+        assert set(re.findall(r"(?:penstock:|newTag: )(\d+\.\d+\.\d+)", text)) == {NEXT}, "executors, too"
     page = clone.git("show", f"v{NEXT}:docs/fleet.md")
     assert (page.count(f"penstock:{NEXT}"), page.count(f'images:{NEXT}"'), page.count(f"ImageTag={NEXT}")) == (4, 2, 1)
     assert 'VERSION = "7.2.0.dev0"' in (clone.root / "services" / "core" / "version.py").read_text()

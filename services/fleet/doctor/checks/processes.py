@@ -12,7 +12,7 @@ from services.fleet.doctor.checks.transforms import STARTING
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Facts, Instance, LogLine
 
-FLOW = ("ingest", "transform", "expel", "retrier", "observer", "autoscaler")
+FLOW = ("ingest", "transform", "expel", "retrier", "table", "observer", "registry", "autoscaler")
 """The services in the order of their importance for events."""
 MANY_RESTARTS = 3
 YOUNG_S = 30.0
