@@ -699,6 +699,13 @@ def test_a_list_of_processes_without_a_service() -> None:
 
     assert "observer" in broken(remove_observer).causes[0].finding.what
 
+    def compact(facts: Facts) -> None:
+        assert facts.pipes is not None
+        streams = {name: one.model_copy(update={"compact": True}) for name, one in facts.pipes.streams.items()}
+        facts.pipes = facts.pipes.model_copy(update={"streams": streams})
+
+    assert "table" in broken(compact).causes[0].finding.what
+
 
 def test_commands_at_a_broker_with_a_prefix() -> None:
     """Broken: the doctor's command asks for a stream, or connects to a port, that is not there."""
