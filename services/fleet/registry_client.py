@@ -1,12 +1,12 @@
 """A client of the registry's API, for the command line."""
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import orjson
 
 from services.fleet.access import ingest_url, require_fleet
 from services.fleet.problem import CommandFailed
@@ -57,8 +57,8 @@ async def ask(
             aiohttp.ClientSession(timeout=TIMEOUT, headers=head) as session,
             session.request(method, registry.url + path, json=body, allow_redirects=False) as answer,
         ):
-            found: dict[str, Any] = orjson.loads(await answer.read())
-    except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
+            found: dict[str, Any] = json.loads(await answer.read())  # orjson rounds integers of more than 64 bits
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise CommandFailed(f"the registry at {registry.url} does not answer: {error}", "penstock status") from error
     if answer.status in (200, 201) or answer.status in accept:
         return answer.status, found

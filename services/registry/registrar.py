@@ -32,7 +32,7 @@ from services.registry.entries import (
 )
 from services.registry.object_log import WITHIN_S, ObjectLog
 from services.registry.problems import Refused
-from services.registry.schema_reader import Candidate, SchemaReader, compute
+from services.registry.schema_reader import Candidate, SchemaReader, compute, explain
 
 LEVELS = tuple(level.value for level in Level)
 MODES = ("READWRITE", "READONLY")
@@ -225,7 +225,8 @@ class Registrar:
         return [version for version in versions if version is not None]
 
     async def _refused_types(self, protocol: str, types: Sequence[tuple[str, Candidate]]) -> Refused:
-        """Each difference has its subject. `repairs` has a patch for each subject for which there is one."""
+        """Each difference has its subject. `repairs` has a patch for each subject for which there is one, and the type as
+        JSON, for which the patch is: the client may have sent IDL."""
         new = [(subject, candidate) for subject, candidate in types if self._version_of(subject, candidate) is None]
         judged = [(subject, await self.judge(subject, candidate)) for subject, candidate in new]
         refused = [(subject, judgement) for subject, judgement in judged if not judgement.compatible]
@@ -233,7 +234,12 @@ class Registrar:
             return Refused(problems.BUSY, _CHANGED)
         told = " ".join(f"{subject}: {judgement.as_text()}" for subject, judgement in refused[:_TOLD])
         differences = [{"subject": subject, **one} for subject, judgement in refused for one in judgement.as_json()]
-        repairs = {subject: judgement.repair for subject, judgement in refused if judgement.repair is not None}
+        texts = {subject: candidate.text for subject, candidate in types}
+        repairs = {
+            subject: {"schema": texts[subject], "patch": judgement.repair}
+            for subject, judgement in refused
+            if judgement.repair is not None
+        }
         text = f"{protocol} is incompatible. {told}"
         return Refused(problems.INCOMPATIBLE, text, differences=differences, repairs=repairs)
 
@@ -261,7 +267,7 @@ class Registrar:
         counted = existing if chosen.transitive else existing[-1:]
         schemas = _Stored(counted, self._schemas)
         try:
-            found = await compute(lambda: compare(chosen, candidate.parsed, schemas))
+            found = await explain(lambda: compare(chosen, candidate.parsed, schemas))
         except TooComplex as error:
             raise Refused(problems.BAD_SCHEMA, str(error)) from error
         return Judgement(tuple((one, counted[one.against].number) for one in found.differences), found.repair)
@@ -269,7 +275,7 @@ class Registrar:
     async def diff(self, old: AvroSchema, new: AvroSchema, level: Level) -> Comparison:
         """Everything that differs, with a patch for the level. Raises Refused."""
         try:
-            return await compute(lambda: diff(old, new, level))
+            return await explain(lambda: diff(old, new, level))
         except TooComplex as error:
             raise Refused(problems.BAD_SCHEMA, str(error)) from error
 

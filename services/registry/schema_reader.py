@@ -29,20 +29,35 @@ MAX_KEPT_BYTES = 4 << 20
 MAX_PROTOCOL_BYTES = 8 << 20
 """Of all types of a protocol, each written out with the types that it uses."""
 MAX_COMPUTING = 100
-_THREADS = ThreadPoolExecutor(2, "schemas")
-_computing = 0
+
+
+class _Threads:
+    """At most MAX_COMPUTING pieces of work run or wait."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._threads, self._computing = ThreadPoolExecutor(threads, name), 0
+
+    async def run(self, work: Callable[[], T]) -> T:
+        if self._computing >= MAX_COMPUTING:
+            raise Refused(problems.BUSY, f"{MAX_COMPUTING} requests wait for work on their schemas already. Try again.")
+        self._computing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._computing -= 1
+
+
+_QUICK, _SLOW = _Threads(2, "schemas"), _Threads(1, "differences")
 
 
 async def compute(work: Callable[[], T]) -> T:
     """Run this on one of the threads for schemas. Raises what it raises, and Refused when too many wait for a thread."""
-    global _computing
-    if _computing >= MAX_COMPUTING:
-        raise Refused(problems.BUSY, f"{MAX_COMPUTING} requests wait for work on their schemas already. Try again.")
-    _computing += 1
-    try:
-        return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
-    finally:
-        _computing -= 1
+    return await _QUICK.run(work)
+
+
+async def explain(work: Callable[[], T]) -> T:
+    """As `compute`, for comparisons that look for reasons and patches, which take seconds: no registration waits for these."""
+    return await _SLOW.run(work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +171,7 @@ def _read(text: str, named: Mapping[str, AvroSchema], references: tuple[Referenc
         place = {"path": error.path, "line": error.line, "column": error.column}
         raise Refused(problems.BAD_SCHEMA, str(error), **place) from error
     if normalize:
-        text = to_text(parsed.to_json())
-        references = ()
+        return _read(to_text(parsed.to_json()), {}, (), normalize=False)  # as it will be read from the store
     return Candidate(parsed, text, references)
 
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Final
 
 from services.core.avro.differences import Finding, find, fragment
-from services.core.avro.fixes import candidates
+from services.core.avro.fixes import candidates, fields_put_back
 from services.core.avro.json_document import Fault, Json, SchemaError, decode, read_json, to_text
 from services.core.avro.notes import notes
 from services.core.avro.patch import Operation, PatchError, apply_patch
@@ -247,15 +247,15 @@ def _fields(
     if new.origin is None:
         return None
     fields = [group for group in groups if group[0][0].rule == "FIELD_NEEDS_DEFAULT"]
-    if not 1 < len(fields) <= MAX_OPERATIONS:
+    if not 1 < len(fields) <= MAX_OPERATIONS or not budget.take():
         return None
-    known, patch, ended = _names(new), list[Operation](), 0
+    known, document = _names(new), new.origin.document
+    lost = [group[0][0] for group in fields if not group[0][1]]
+    patch = fields_put_back(lost, document, known, MAX_OPERATIONS)
     for group in fields:
-        finding, new_reads = group[0]
-        if offered := next(candidates(finding, new.origin.document, new_reads=new_reads, known=known), None):
-            patch, ended = patch + offered, ended + len(group)
-    if not patch or not budget.take():
-        return None
+        if group[0][1] and not budget.is_over:
+            patch += next(candidates(group[0][0], document, new_reads=True, known=known), [])
+    ended = sum(map(len, fields))
     changed = _apply(new, patch)
     return patch if changed is not None and len(_findings(changed, old, level)) <= len(before) - ended else None
 
@@ -321,7 +321,7 @@ def _apply(schema: Schema, patch: Sequence[Operation]) -> Schema | None:
     try:
         text = to_text(apply_patch(origin.document, patch))
         return origin.again(read_json(decode(text)), schema.full_name)  # as if somebody had sent it
-    except (PatchError, Fault, SchemaError):
+    except (PatchError, Fault, SchemaError, RecursionError):
         return None
 
 

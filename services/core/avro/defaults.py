@@ -12,6 +12,7 @@ MAX_WORK: Final = 100_000
 """The most values of defaults that are compared with a type, in one text."""
 _RANGES: Final = {"int": 31, "long": 63}
 _NOT_FINITE: Final = ("NaN", "Infinity", "-Infinity")
+MAX_OFFERED_VALUES: Final = 100
 MAX_OFFERED_BYTES: Final = 64
 """The largest fixed type for which a default is offered."""
 
@@ -72,7 +73,7 @@ def _fits_leaf(schema: Schema, value: Json) -> bool:
         case "int" | "long":
             return type(value) is int and -(1 << _RANGES[schema.type]) <= value < 1 << _RANGES[schema.type]
         case "float" | "double":
-            return type(value) in (int, float) or value in _NOT_FINITE
+            return (isinstance(value, int | float) and not isinstance(value, bool)) or value in _NOT_FINITE
         case "string":
             return isinstance(value, str)
         case "bytes":
@@ -101,26 +102,34 @@ def _described(schema: Schema) -> str:
             return f"of type {schema.full_name}"
 
 
-def offered_default(schema: Schema, inside: tuple[Schema, ...] = ()) -> object:
-    """The emptiest value of a type: null where it fits, otherwise 0, "", false, [], {}. NO_DEFAULT when there is none."""
-    if schema in inside or len(inside) > 8:
+def offered_default(schema: Schema) -> object:
+    """The emptiest value of a type: null where it fits, otherwise 0, "", false, [], {}. NO_DEFAULT when there is none, or when it
+    has more than MAX_OFFERED_VALUES values."""
+    return _emptiest(schema, (), [MAX_OFFERED_VALUES])
+
+
+def _emptiest(schema: Schema, inside: tuple[Schema, ...], left: list[int]) -> object:
+    """left: how many more values it may have. Records of records of records would have billions."""
+    left[0] -= 1
+    if left[0] < 0 or schema in inside or len(inside) > 8:
         return NO_DEFAULT
     match schema:
         case Union():
             if any(branch.type == "null" for branch in schema.branches):
                 return None
-            return offered_default(schema.branches[0], inside) if schema.branches else NO_DEFAULT
+            return _emptiest(schema.branches[0], inside, left) if schema.branches else NO_DEFAULT
         case Enum():
             return schema.default or (schema.symbols[0] if schema.symbols else NO_DEFAULT)
         case Fixed():
             return "\0" * schema.size if schema.size <= MAX_OFFERED_BYTES else NO_DEFAULT
         case Record():
-            values = {
-                item.name: offered_default(item.type, (*inside, schema))
-                for item in schema.fields
-                if not item.has_default
-            }
-            return NO_DEFAULT if NO_DEFAULT in values.values() else values
+            values: dict[str, object] = {}
+            for item in schema.fields:
+                if not item.has_default:
+                    value = values[item.name] = _emptiest(item.type, (*inside, schema), left)
+                    if value is NO_DEFAULT:
+                        return NO_DEFAULT
+            return values
         case _:
             return _EMPTY_VALUES.get(schema.type, NO_DEFAULT)
 

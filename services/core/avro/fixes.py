@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 from services.core.avro.defaults import offered_default
@@ -18,7 +18,8 @@ ELSEWHERE = "\0"
 
 
 def candidates(finding: Finding, document: Json, *, new_reads: bool, known: set[str]) -> Iterator[Patch]:
-    """Patches of the new schema's document that may undo a finding. known: the names that the document defines or refers to."""
+    """Patches of the new schema's document that may undo a finding. known: the names that the document defines or refers to, for
+    each patch alone."""
     if not finding.owned:
         return
     new, old = (finding.reader, finding.writer) if new_reads else (finding.writer, finding.reader)
@@ -64,6 +65,16 @@ def _union(finding: Finding, old: Schema, context: _Context, *, new_reads: bool)
         yield [_add(f"{finding.site}/-", context.render(old))]
     else:
         yield [_replace(finding.site, [value_at(context.document, finding.site), context.render(old)])]
+
+
+def fields_put_back(findings: Iterable[Finding], document: Json, known: set[str], most: int) -> Patch:
+    """The lost fields of these findings in one patch, which defines each named type once. Stops at so many fields."""
+    known, patch = set(known), Patch()
+    for finding in findings:
+        new, item = finding.writer, finding.field
+        if finding.owned and item is not None and isinstance(new, Record) and len(patch) < most:
+            patch.append(_put_back(new, item, to_json(item.type, known, ELSEWHERE)))
+    return patch
 
 
 class _Context:
@@ -129,24 +140,29 @@ def _add_default(item: Field) -> Iterator[Patch]:
 
 
 def _put_field_back(new: Schema, item: Field, context: _Context) -> Iterator[Patch]:
-    written: dict[str, Json] = {"name": item.name, "type": context.render(item.type)}
+    if isinstance(new, Record):
+        yield [_put_back(new, item, context.render(item.type))]
+        yield [_put_back(new, item, to_json(item.type, set(), ELSEWHERE))]
+
+
+def _put_back(new: Record, item: Field, type_: Json) -> Operation:
+    written: dict[str, Json] = {"name": item.name, "type": type_}
     if item.doc is not None:
         written["doc"] = item.doc
-    if isinstance(new, Record):
-        yield [_add(f"{new.pointer}/fields/-", written)]
-        yield [_add(f"{new.pointer}/fields/-", {**written, "type": to_json(item.type, set(), ELSEWHERE)})]
+    return _add(f"{new.pointer}/fields/-", written)
 
 
 def _remove_aliases(item: Field, names: tuple[str, ...]) -> Iterator[Patch]:
-    for kept in ("", *names) if item.name in names else names:
-        dropped = [alias for alias in item.aliases if alias not in names or alias == kept]
+    found = set(names)
+    for kept in ("", *names) if item.name in found else names:
+        dropped = [alias for alias in item.aliases if alias not in found or alias == kept]
         yield [_replace(f"{item.pointer}/aliases", cast(Json, dropped))]
 
 
 def _name(new: Named, old: Named, document: Json, *, new_reads: bool) -> Iterator[Patch]:
     if new_reads:
         aliases = f"{new.pointer}/aliases"
-        if _exists(document, aliases):
+        if _exists(document, aliases) and value_at(document, aliases) is not None:
             yield [_add(f"{aliases}/-", old.name)]
         else:
             yield [_add(aliases, [old.name])]
@@ -161,7 +177,8 @@ def _symbols(new: Enum, names: tuple[str, ...], document: Json, *, new_reads: bo
     if new_reads:
         yield [_add(f"{path}/-", name) for name in names]
         return
-    places = sorted((new.symbols.index(name) for name in names), reverse=True)
+    gone = set(names)
+    places = [place for place, name in enumerate(new.symbols) if name in gone][::-1]
     patch = [_remove(f"{path}/{place}") for place in places]
     yield patch
     if new.default in names:

@@ -138,7 +138,10 @@ def float_of(token: str) -> Json:
     """A floating literal; NaN and the infinities as the strings that Avro writes."""
     text = token.lower()
     if "x" in text:
-        value = float.fromhex(text.rstrip("fd") if "p" in text else text)
+        try:
+            value = float.fromhex(text.rstrip("fd") if "p" in text else text)
+        except OverflowError:
+            value = -math.inf if text.startswith("-") else math.inf
     else:
         value = float(text if text.endswith(("nan", "infinity")) else text.rstrip("fd"))
     if math.isnan(value):

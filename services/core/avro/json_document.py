@@ -20,6 +20,7 @@ MAX_BYTES = 1 << 20
 MAX_JSON_DEPTH = 256
 """How deep arrays and objects may be nested. A type inside of a record takes three levels."""
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
+_HALF = re.compile("[\ud800-\udfff]")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -74,7 +75,7 @@ def read_json(text: str) -> Json:
     """The value of the text. Raises SchemaError for a mistake, a key that is there twice, and for nesting that is too deep."""
     try:
         value: Json = json.loads(
-            text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite
+            text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_float
         )
     except json.JSONDecodeError as error:
         raise SchemaError("", f"The text is not JSON: {error.msg}.", error.lineno, error.colno) from None
@@ -86,7 +87,7 @@ def read_json(text: str) -> Json:
         ) from None
     except RecursionError:
         raise SchemaError("", _too_deep(), 1, 1) from None
-    except ValueError as error:  # a number of thousands of digits, NaN, or 1e999
+    except ValueError as error:  # a number of thousands of digits, or NaN
         raise SchemaError("", f"The text has a number that JSON or Avro does not have: {error}.", 1, 1) from None
     _check_depth(value)
     if _SURROGATE.search(text) is not None or not text.isascii():
@@ -94,12 +95,41 @@ def read_json(text: str) -> Json:
     return value
 
 
+class _Infinite(float):
+    """1e999 and the like: JSON has no infinity."""
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    return _Infinite(value) if math.isinf(value) else value
+
+
 def to_text(value: object) -> str:
-    """The compact JSON text of a value that `read_json` gave, alone or inside of others: with integers of any size."""
+    """The compact JSON text of a value that `read_json` gave, alone or inside of others: with integers of any size, and
+    infinities as the strings that Avro has for them. Of half a surrogate pair, which no text may have, the name is there."""
     try:
-        return orjson.dumps(value).decode()
-    except orjson.JSONEncodeError:  # an integer of more than 64 bits, or nesting of more than 254 levels
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        return orjson.dumps(value, default=_avros_infinity).decode()
+    except orjson.JSONEncodeError:  # more than 64 bits or 254 levels, or half a surrogate pair
+        text = json.dumps(_without_infinities(value), ensure_ascii=False, separators=(",", ":"))
+        return _HALF.sub(lambda half: f"\\\\u{ord(half[0]):04x}", text)
+
+
+def _avros_infinity(value: object) -> str:
+    if not isinstance(value, _Infinite):
+        raise TypeError(f"no JSON: {type(value).__name__}")
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def _without_infinities(value: object) -> object:
+    match value:
+        case _Infinite():
+            return _avros_infinity(value)
+        case dict():
+            return {key: _without_infinities(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [_without_infinities(inner) for inner in value]
+        case _:
+            return value
 
 
 def locate(text: str, path: str) -> tuple[int, int]:
@@ -131,14 +161,6 @@ def _no_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
             if key in seen:
                 raise _DuplicateKey(key)
             seen.add(key)
-    return value
-
-
-def _finite(text: str) -> float:
-    """Raises ValueError for 1e999: Avro has the string "Infinity", and JSON has nothing for it."""
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f'{text}. Try: "Infinity" in quotes' if len(text) < 20 else "too large")
     return value
 
 

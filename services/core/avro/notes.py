@@ -123,8 +123,9 @@ class _Walk:
         self.compare(old.type, new.type, f"{new.pointer}/type")
 
     def _enum(self, old: Enum, new: Enum) -> None:
-        added = [symbol for symbol in new.symbols if symbol not in old.symbols]
-        removed = [symbol for symbol in old.symbols if symbol not in new.symbols]
+        before, after = set(old.symbols), set(new.symbols)
+        added = [symbol for symbol in new.symbols if symbol not in before]
+        removed = [symbol for symbol in old.symbols if symbol not in after]
         path = f"{new.pointer}/symbols"
         if added:
             shown = ", ".join(added[:10])

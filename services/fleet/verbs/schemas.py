@@ -248,7 +248,8 @@ def _refuse(answer: dict[str, Any], *, as_json: bool) -> None:
 
 def _print_together(answer: dict[str, Any], makes: str) -> None:
     """The patch that ends several differences. That of an only one stands beside it. `repairs`: of a protocol, by subject."""
-    repairs = answer["repairs"] if "repairs" in answer else {"": answer.get("repair")}
+    repairs = {subject: one["patch"] for subject, one in answer.get("repairs", {}).items()}
+    repairs.setdefault("", answer.get("repair"))
     for subject in dict.fromkeys(one.get("subject", "") for one in answer["differences"] if one["breaks"]):
         patch, of = repairs.get(subject), f" of {plain(subject)}" if subject else ""
         if any(one["fix"] for one in answer["differences"] if one.get("subject", "") == subject):

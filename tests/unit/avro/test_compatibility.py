@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.core.avro import compatibility
 from services.core.avro.compatibility import Difference, Level, check, compare, compatible, diff, repair
-from services.core.avro.json_document import Json, SchemaError
+from services.core.avro.json_document import Json, SchemaError, to_text
 from services.core.avro.parsing import parse_schema
 from services.core.avro.patch import PatchError, apply_patch
 from services.core.avro.resolution import TooComplex
@@ -265,6 +265,27 @@ def test_hundreds_of_new_and_lost_fields_take_one_try(monkeypatch: pytest.Monkey
         assert compatible(level, changed(new, found.repair), [old])
 
 
+def test_lost_fields_of_one_type_define_it_once() -> None:
+    """Broken: hundreds of lost fields of one enum get no patch, or a patch with hundreds of copies of a large type."""
+    kind = {"type": "enum", "name": "E", "symbols": ["A", "B"]}
+    old = record(("f0", kind), *((f"f{n}", "E") for n in range(1, 300)))
+    found = compare(Level.FORWARD, record(), [old])
+    assert found.repair is not None
+    first, *others = (operation["value"]["type"] for operation in cast(Any, found.repair))
+    assert (first["symbols"], others) == (["A", "B"], ["E"] * 299)
+
+
+def test_no_default_is_made_of_billions_of_values() -> None:
+    """Broken: a schema of 2 KB keeps a registry busy for ever: records of eight fields of records of eight fields, and so on."""
+    inner: Any = "int"
+    for level in range(8):
+        fields = [{"name": "f0", "type": inner}, *({"name": f"f{n}", "type": f"L{level - 1}"} for n in range(1, 9))]
+        inner = {"type": "record", "name": f"L{level}", "fields": fields if level else [{"name": "f0", "type": "int"}]}
+    assert compare(Level.BACKWARD, record(("x", inner)), [record()]).repair is None
+    small = {"type": "record", "name": "S", "fields": [{"name": "a", "type": "int"}]}
+    assert compare(Level.BACKWARD, record(("x", small)), [record()]).repair is not None
+
+
 def test_the_search_for_a_patch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: the comparison of two schemas of 1 MB takes minutes, and registrations wait for it."""
     tried: list[int] = []
@@ -296,6 +317,25 @@ def test_a_patch_is_tried_as_the_text_that_a_client_sends() -> None:
     long = {"type": "fixed", "name": "F", "size": 1, "doc": "x" * 600_000}
     new = parse_schema(json.dumps({"type": "record", "name": "R", "doc": "x" * 700_000, "fields": []}))
     assert repair(Level.FORWARD, new, [record(("a", long))]) is None
+    endless = parse_schema(
+        '{"type": "record", "name": "R", "fields": [{"name": "a", "type": "double", "default": -1e999}]}'
+    )
+    [found] = compare(
+        Level.FORWARD,
+        record(),
+        [
+            parse_schema(
+                json.dumps(
+                    {
+                        "type": "record",
+                        "name": "R",
+                        "fields": [{"name": "i", "type": {**cast(Any, endless.to_json()), "name": "I"}}],
+                    }
+                ).replace("-Infinity", "-1e999")
+            )
+        ],
+    ).differences
+    assert '"default":"-Infinity"' in to_text(found.fix)
     kept = {"type": "bytes", "unknown": 10**30}
     [found] = compare(Level.FORWARD, record(), [record(("a", kept))]).differences
     assert found.fix == [{"op": "add", "path": "/fields/-", "value": {"name": "a", "type": kept}}]

@@ -124,7 +124,6 @@ MISTAKES = {
     ),
     "default that contains itself": (record(field("a", ["R"], default={})), "/fields/0/default"),
     "key twice": ('{"type": "fixed", "name": "F", "size": 1, "size": 2}', "/size"),
-    "beyond a double": (record(field("a", "double", default=json.loads("1e999"))).replace("Infinity", "1e999"), ""),
     "half a character": ('{"type": "fixed", "name": "F", "size": 1, "note": "\\ud800"}', ""),
 }
 

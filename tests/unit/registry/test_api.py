@@ -259,7 +259,11 @@ async def test_a_check_of_a_protocol_names_the_type_and_stores_nothing() -> None
         refused = await client.ask("POST", "/v1/protocols", {**body, "text": changed}, status=409)
         assert {found["subject"] for found in refused["differences"]} == {"com.acme.Item", "com.acme.Order"}
         assert "com.acme.Item: /fields/1" in refused["detail"]
-        assert refused["repairs"]["com.acme.Item"] == [{"op": "add", "path": "/fields/1/default", "value": 0}]
+        item = refused["repairs"]["com.acme.Item"]
+        assert item["patch"] == [{"op": "add", "path": "/fields/1/default", "value": 0}]
+        mended = apply_patch(json.loads(item["schema"]), item["patch"])
+        body = {"subject": "com.acme.Item", "schema": json.dumps(mended)}
+        assert (await client.ask("POST", "/v1/check", body))["compatible"]
         assert len((await client.ask("GET", "/v1/subjects/com.acme.Item"))["versions"]) == 1
 
 

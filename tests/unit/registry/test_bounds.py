@@ -90,6 +90,38 @@ async def test_values_that_few_read_come_back_as_they_are(odd: object) -> None:
         await client.ask("POST", "/v1/protocols", {"text": json.dumps(protocol)}, status=201)
 
 
+async def test_what_is_refused_is_quoted_as_it_can_be() -> None:
+    """Broken: half of a surrogate pair, or an exponent without end, makes the refusal itself a fault of the server."""
+    async with running_registry() as client:
+        twice = '{"\\ud800": 1, "\\ud800": 2}'
+        await client.register("s", twice, status=422)
+        await client.ask("POST", "/v1/schemas", {"schema": twice}, status=422)
+        for text, status in (('record R { int d = "\\ud800"; }', 422), ("record R { double d = -0x1p99999; }", 201)):
+            await client.ask(
+                "POST", "/v1/protocols", {"text": f"protocol P {{ {text} }}", "language": "avdl"}, status=status
+            )
+
+
+async def test_a_schema_that_is_too_deep_without_its_references_is_not_stored() -> None:
+    """Broken: `normalize` stores a text that the registry itself cannot read, and the subject is lost."""
+    async with running_registry() as client:
+        kind: object = "int"
+        references: list[dict[str, object]] = []
+        for level in range(6):  # each text is within the limits
+            for inner in range(15):
+                name = f"L{level}_{inner}"
+                kind = {"type": "record", "name": name, "fields": [{"name": "f", "type": kind}]}
+            body = {"schema": json.dumps(kind), "references": references}
+            await client.ask("POST", f"/subjects/s{level}/versions", body)
+            references = [{"name": name, "subject": f"s{level}", "version": 1}]
+            kind = name
+        body = {"schema": json.dumps({"type": "array", "items": kind}), "references": references}
+        refused = await client.ask("POST", "/subjects/s/versions?normalize=true", body, status=422)
+        assert "deeper" in refused["message"]
+        await client.ask("POST", "/subjects/s/versions", body)
+        await client.ask("POST", "/v1/check", {"subject": "s", "schema": '"int"'})
+
+
 async def test_the_reasons_of_a_refusal_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: one client's refusal is explained for seconds, while every other registration waits."""
     asked: list[bool] = []
