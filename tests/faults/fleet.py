@@ -59,8 +59,8 @@ class Service:
         """Start it, without waiting until it is ready."""
         assert not self.is_running, f"{self.name} runs"
         self.management = f"127.0.0.1:{free_port()}"
-        command = [sys.executable, "-m", self.module, "--drain", DRAIN, *self.arguments]
-        command += ["--management", self.management]
+        command = [sys.executable, "-m", self.module, *self.arguments]
+        command += ["--management", self.management, "--drain", DRAIN]
         self._process = await asyncio.to_thread(start_child, command, log=self.log)
         self.starts += 1
 

@@ -58,10 +58,11 @@ class VersionedService(Service):
             *program(self.version, self.folder),
             "-m",
             self.module,
-            *("--drain", DRAIN),
             *self.arguments,
             "--management",
             self.management,
+            "--drain",
+            DRAIN,
         ]
         self._process = await asyncio.to_thread(start_child, command, log=self.log)
         self.starts += 1
