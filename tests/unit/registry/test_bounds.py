@@ -9,6 +9,7 @@ import pytest
 from services.core.avro.compatibility import Comparison, compare
 from services.registry import schema_reader
 from services.registry.catalog import Schema
+from services.registry.registrar import Registrar
 from services.registry.schema_reader import SchemaReader
 from tests.faults.registry_child import make_schema
 from tests.unit.registry.service import running_registry
@@ -136,6 +137,25 @@ async def test_the_reasons_of_a_refusal_hold_up_nobody(monkeypatch: pytest.Monke
         broken = json.dumps({"type": "fixed", "name": "F", "size": 1})
         await client.register("s", broken, status=409)
         assert asked == [False]
+
+
+async def test_a_refusal_whose_reason_is_gone_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: somebody deprecates a version between the decision and its explanation, and a producer is refused for no reason."""
+
+    async def refuse(*_: object) -> bool:
+        return False
+
+    async with running_registry() as client:
+        monkeypatch.setattr(Registrar, "_fits", refuse)
+        refused = await client.register("s", make_schema("a", 0), status=503)
+        assert "changed" in refused["message"]
+        protocol = {"text": "protocol P { record R { int a; } }", "language": "avdl"}
+        refused = await client.ask("POST", "/v1/protocols", protocol, status=503)
+        assert "changed" in refused["detail"]
+        assert await client.ask("GET", "/subjects") == []
+        monkeypatch.undo()
+        await client.register("s", make_schema("a", 0))
+        await client.ask("POST", "/v1/protocols", protocol, status=201)
 
 
 async def test_work_on_schemas_has_a_line_of_a_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
