@@ -68,8 +68,8 @@ class VersionedTransform(LogService):
 
     def wait_for(self, topic: str, number: int) -> list[Record]:
         def has_come() -> bool:
+            self.keep_running(30)  # on a busy machine Spark waits in vain for a Python, and five times end the process
             said = self.output.read_text()
-            assert self.is_running, said[-5000:]
             assert "STATE_STORE" not in said, said[-5000:]
             return len(self.records(topic)) >= number
 
