@@ -13,6 +13,7 @@ import hashlib
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
 
 import msgspec
 import structlog
@@ -101,11 +102,16 @@ class _JoinedPieces:
         return b"".join(self._pieces.pop(piece.id)) if len(mine) == piece.of else None
 
 
-class _Candidate:
-    """A complete snapshot in the topic: a manifest, or one of version 1."""
+class _Candidate(NamedTuple):
+    """A complete snapshot in the topic: a manifest, from the offset `first` to `offset`; or one of version 1, which is `whole`.
 
-    def __init__(self, offset: int, manifest: _Manifest | None, whole: bytes | None) -> None:
-        self.offset, self.manifest, self.whole = offset, manifest, whole
+    Without the manifest: two days of those of a large table take as much memory as the table.
+    """
+
+    term: int
+    offset: int
+    first: int
+    whole: bytes | None = None
 
 
 class SnapshotLog:
@@ -221,11 +227,12 @@ class SnapshotLog:
             gone: set[bytes] = set()
             for start in (recent, None):
                 for candidate in await self._find(start):
-                    if candidate.manifest is not None and not gone.isdisjoint(_ids(candidate.manifest)):
-                        continue
                     try:
+                        manifest = None if candidate.whole is not None else await self._read_manifest(candidate)
+                        if manifest is not None and not gone.isdisjoint(_ids(manifest)):
+                            continue
                         table = make_table()
-                        return table, await self._load(candidate, table, gone)
+                        return table, await self._load(candidate, manifest, table, gone)
                     except ValueError as error:
                         log.warning("snapshot_unreadable", error=str(error), hint="the one before it is read")
             self._stored, self._written, self._last = {}, 0, -1
@@ -235,26 +242,36 @@ class SnapshotLog:
         """The snapshots from this offset on, the best one first: of the latest term, then the newest."""
         found: list[_Candidate] = []
         whole, pieces = JoinedParts(), dict[bytes, dict[int, bytes]]()
+        first = newest = 0
         async for batch in scan(self._reader, SNAPSHOTS, 0, start, None):
             for offset, record in zip(batch.offsets, batch.records, strict=True):
                 if (snapshot := whole.add(record)) is not None:
-                    found = [one for one in found if one.manifest is not None]  # the newest of them is enough
-                    found.append(_Candidate(offset, None, snapshot))
-                elif record.header(_KIND) == _MANIFEST and (manifest := _join(record, pieces)) is not None:
-                    found.append(_Candidate(offset, manifest, None))
-        newest, ranked = 0, list[tuple[int, int, _Candidate]]()
-        for (
-            one
-        ) in found:  # one of version 1 counts as of the term before it: of an observer that was downgraded meanwhile
-            newest = max(newest, one.manifest.term if one.manifest is not None else 0)
-            ranked.append((one.manifest.term if one.manifest is not None else newest, one.offset, one))
+                    found = [one for one in found if one.whole is None]  # the newest of them is enough
+                    # As of the term before it: of an observer that was downgraded meanwhile.
+                    found.append(_Candidate(newest, offset, offset, snapshot))
+                elif record.header(_KIND) == _MANIFEST:
+                    first = first if pieces else offset
+                    if (manifest := _join(record, pieces)) is not None:
+                        newest = max(newest, manifest.term)
+                        found.append(_Candidate(manifest.term, offset, first))
         self._term = max(self._term, newest)
-        return [one for _, _, one in sorted(ranked, key=lambda item: item[:2], reverse=True)]
+        return sorted(found, key=lambda one: one[:2], reverse=True)
 
-    async def _load(self, candidate: _Candidate, table: Table, gone: set[bytes]) -> FollowerState:
+    async def _read_manifest(self, candidate: _Candidate) -> _Manifest:
+        """Raises ValueError when it is gone meanwhile."""
+        pieces = dict[bytes, dict[int, bytes]]()
+        async for batch in scan(self._reader, SNAPSHOTS, 0, candidate.first, candidate.offset + 1):
+            for offset, record in zip(batch.offsets, batch.records, strict=True):
+                manifest = _join(record, pieces) if record.header(_KIND) == _MANIFEST else None
+                if manifest is not None and offset == candidate.offset:
+                    return manifest
+        raise ValueError("its list of parts is gone")
+
+    async def _load(
+        self, candidate: _Candidate, manifest: _Manifest | None, table: Table, gone: set[bytes]
+    ) -> FollowerState:
         """Raises ValueError when a part is missing or unreadable; `gone` gets the missing ones."""
         self._stored, self._begun, self._written, self._last = {}, {}, 0, candidate.offset
-        manifest = candidate.manifest
         if manifest is None:
             return restore_v1(candidate.whole or b"", table)
         if manifest.version > VERSION:

@@ -1,10 +1,12 @@
 """Snapshots in their topic: what is stored comes back, a crash leaves the one before, and what is written is bounded."""
 
 import random
+import tracemalloc
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.core import metrics
@@ -17,7 +19,7 @@ from services.observer import snapshot_log
 from services.observer.alarms import Alarm
 from services.observer.ledger.table import Table
 from services.observer.planned import PlannedWindows, Window
-from services.observer.snapshot import FollowerState, make_parts
+from services.observer.snapshot import FollowerState, Part, make_parts
 from services.observer.snapshot_log import Replaced, SnapshotLog
 from services.observer.snapshot_v1 import restore_v1
 from tests.support.memory_appender import MemoryAppender
@@ -249,6 +251,25 @@ async def test_a_damaged_snapshot_is_replaced_by_the_one_before(topic: Topic, pr
     found = await topic.load()
     assert found is not None
     assert found[0] == before
+
+
+async def test_a_start_holds_one_list_of_parts(
+    topic: Topic, producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: a start needs memory for the lists of parts of all snapshots in the topic: of two days, more than for the table."""
+    monkeypatch.setattr(snapshot_log, "RECORD_BYTES", 1 << 19)
+    parts = {f"part {number}": msgspec.msgpack.encode(Part()) for number in range(2000)}
+    log, lists = topic.log(producer), 0
+    for _ in range(120):
+        at = len(topic.records)
+        await log.store(parts.items)
+        lists += sum(len(record.value or b"") for record in topic.records[at:] if record.header("kind") == b"manifest")
+    tracemalloc.start()
+    try:
+        assert await topic.load() is not None
+        assert tracemalloc.get_traced_memory()[1] < lists / 2
+    finally:
+        tracemalloc.stop()
 
 
 async def test_a_topic_that_was_created_again_gets_all_parts(topic: Topic, producer: Producer) -> None:
