@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
+from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
+from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from services.core.broker.contract import TopicSpec
 from services.core.broker.log import blocking
@@ -53,6 +55,23 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < end, f"in vain waited for: {what}"
         pace.rest_blocking()
+
+
+def run_query(writer: DataStreamWriter, is_done: Callable[[], bool], what: str) -> None:
+    """Run a query that is none of our jobs until it is done; again when Spark only was too slow, as a job does."""
+    for _ in range(30):
+        query = writer.start()
+        try:
+            wait_for(lambda: is_done() or not query.isActive, what)  # noqa: B023 - called before the next one
+            query.processAllAvailable()
+        except StreamingQueryException as error:
+            if TOO_SLOW not in str(error):
+                raise
+        else:
+            return
+        finally:
+            query.stop()
+    raise TimeoutError(f"{TOO_SLOW}, 30 times")
 
 
 def read_topic(log: Path, topic: str) -> list[Record]:

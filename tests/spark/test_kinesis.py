@@ -19,7 +19,7 @@ from services.core.event import read_id
 from spark.records import Offsets
 from spark.sources.source import NAME
 from tests.spark.broker_pipeline import BrokerPipeline
-from tests.spark.log_pipeline import NOW, event, numbers, wait_for
+from tests.spark.log_pipeline import NOW, event, numbers, run_query, wait_for
 from tests.support.kinesis_resharding import Resharding
 
 START = NOW - NOW % 60_000
@@ -143,12 +143,8 @@ def test_a_batch_without_its_commit_is_the_same_again(
         source = spark.readStream.format(NAME).options(**options, checkpoint=f"file://{checkpoint}").load()
         out = source.select("key", "value", "timestamp", "headers")
         writer = out.writeStream.format(NAME).options(broker=pipeline.url, topic=f"{pipeline.pipe}.out", writer="w")
-        query = writer.option("checkpointLocation", str(checkpoint)).start()
-        try:
-            wait_for(lambda: len(pipeline.records("out", 0)) >= until or not query.isActive, f"{until} records")
-            query.processAllAvailable()
-        finally:
-            query.stop()
+        writer = writer.option("checkpointLocation", str(checkpoint))
+        run_query(writer, lambda: len(pipeline.records("out", 0)) >= until, f"{until} records")
 
     run(100)
     written(pipeline, 100)

@@ -34,7 +34,7 @@ from spark.records import (
 from spark.sources.log import TASK_EVENTS, LogStreamReader, partition_records, plan_tasks
 from spark.sources.offsets import TopicRecreated, advance, check_stored, offsets_of, pack_offsets
 from spark.sources.source import NAME
-from tests.spark.log_pipeline import NOW, LogPipeline, event, wait_for
+from tests.spark.log_pipeline import NOW, LogPipeline, event, run_query
 
 
 def test_arrow_types_are_those_of_spark(spark: SparkSession) -> None:
@@ -155,12 +155,7 @@ def test_streaming_sink_stores_a_batch_once(pipeline: LogPipeline, spark: SparkS
         )
         out = source.select("key", "value", "timestamp", "headers")
         writer = out.writeStream.format(NAME).options(broker=f"log://{pipeline.log}", topic="p.out", writer="w")
-        query = writer.option("checkpointLocation", str(checkpoint)).start()
-        try:
-            wait_for(lambda: len(pipeline.out) >= 300 or not query.isActive, "300 records")
-            query.processAllAvailable()
-        finally:
-            query.stop()
+        run_query(writer.option("checkpointLocation", str(checkpoint)), lambda: len(pipeline.out) >= 300, "300 records")
 
     run()
     newest = max(int(path.name) for path in (checkpoint / "commits").iterdir() if path.name.isdigit())
