@@ -7,7 +7,7 @@ RUN := .venv/.run-done
 EMULATOR := .venv/.emulator-done
 STAMP := .venv/.setup-done
 # More than two cores: half of the suite waits, for a lease that ends, a process that starts, a heartbeat that is missed.
-WORKERS ?= 4
+WORKERS ?= 3
 
 # Some machines forbid Python to keep compiled files. Then every worker and every service that a test starts compiles all of it.
 export PYTHONDONTWRITEBYTECODE :=
