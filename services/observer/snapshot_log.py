@@ -20,7 +20,7 @@ import structlog
 import zstandard
 
 from services.core import metrics
-from services.core.broker.contract import Reader
+from services.core.broker.contract import PartitionRange, Reader
 from services.core.broker.producer import Producer
 from services.core.broker.reading import scan
 from services.core.broker.record import Headers, Record
@@ -105,7 +105,7 @@ class _JoinedPieces:
 class _Candidate(NamedTuple):
     """A complete snapshot in the topic: a manifest, from the offset `first` to `offset`; or one of version 1, which is `whole`.
 
-    Without the manifest: two days of those of a large table take as much memory as the table.
+    It does not hold the manifest: the topic has those of two days, and of a large table they take tens of megabytes.
     """
 
     term: int
@@ -260,7 +260,8 @@ class SnapshotLog:
     async def _read_manifest(self, candidate: _Candidate) -> _Manifest:
         """Raises ValueError when it is gone meanwhile."""
         pieces = dict[bytes, dict[int, bytes]]()
-        async for batch in scan(self._reader, SNAPSHOTS, 0, candidate.first, candidate.offset + 1):
+        held = PartitionRange(candidate.first, candidate.offset + 1)  # to ask again takes seconds on Kinesis
+        async for batch in scan(self._reader, SNAPSHOTS, 0, held.start, held.end, held):
             for offset, record in zip(batch.offsets, batch.records, strict=True):
                 manifest = _join(record, pieces) if record.header(_KIND) == _MANIFEST else None
                 if manifest is not None and offset == candidate.offset:
