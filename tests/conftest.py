@@ -72,6 +72,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedWorker
     return SharedWorkers(config, log)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """In a run with several workers, a failure is printed when it happens: a run that is ended early has said what failed."""
+    if config.getoption("dist", "no") != "no":
+        config.pluginmanager.register(_FailuresAtOnce(config))
+
+
+class _FailuresAtOnce:
+    """Prints each failed test of a run with workers at once, and each first try that failed. The summary prints failures again."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None and report.outcome in ("failed", "rerun"):
+            reporter.write_line("")
+            reporter.section(f"{report.outcome} in {report.when}: {report.nodeid}", "_", red=report.failed)
+            reporter.write_line(report.longreprtext)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What a person should see beside passed and failed."""
     fault_table.pytest_terminal_summary(terminalreporter)
