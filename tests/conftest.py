@@ -79,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _FailuresAtOnce:
-    """Prints each failed test of a run with workers at once, and each first try that failed. The summary prints failures again."""
+    """Prints each failed test of a run with workers at once, and each failed first try. The summary prints failures again."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
