@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
-from services.core.avro.compatibility import Difference, diff
+from services.core.avro.compatibility import Difference
 from services.core.avro.parsing import parse_schema
 from services.core.avro.patch import Operation
+from services.core.avro.repair import diff
 from services.core.avro.rules import RULES, Category, Rule
 
 _HEAD = """\

@@ -13,9 +13,10 @@ from typing import overload
 import msgspec
 
 from services.core import metrics
-from services.core.avro.compatibility import Comparison, Difference, Level, compare, compatible, diff
+from services.core.avro.compatibility import Difference, Level, compatible
 from services.core.avro.json_document import to_text
 from services.core.avro.patch import Operation
+from services.core.avro.repair import Comparison, compare, diff
 from services.core.avro.resolution import TooComplex
 from services.core.avro.schema import Schema as AvroSchema
 from services.registry import problems

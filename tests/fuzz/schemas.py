@@ -12,11 +12,12 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
 
-from services.core.avro.compatibility import Level, compare
+from services.core.avro.compatibility import Level
 from services.core.avro.idl import parse_idl
 from services.core.avro.json_document import SchemaError
 from services.core.avro.parsing import parse_schema
 from services.core.avro.protocol import parse_protocol
+from services.core.avro.repair import compare
 from services.core.avro.resolution import TooComplex
 from services.core.avro.schema import Schema
 from tests.support.avro import corpus_files

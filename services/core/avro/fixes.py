@@ -1,4 +1,4 @@
-"""Candidates for changes of the new schema that undo one finding, best first. `compatibility.py` offers the first that works."""
+"""Candidates for changes of the new schema that undo one finding, best first. `repair.py` offers the first that works."""
 
 from __future__ import annotations
 

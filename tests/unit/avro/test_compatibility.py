@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.avro import compatibility
-from services.core.avro.compatibility import Difference, Level, check, compare, compatible, diff, repair
+from services.core.avro import repair as repairs
+from services.core.avro.compatibility import Difference, Level, check, compatible
 from services.core.avro.json_document import Json, SchemaError, to_text
 from services.core.avro.parsing import parse_schema
 from services.core.avro.patch import PatchError, apply_patch
+from services.core.avro.repair import compare, diff, repair
 from services.core.avro.resolution import TooComplex
 from services.core.avro.schema import Schema
 from tests.support.avro.pairs import pair
@@ -253,7 +254,7 @@ def test_a_patch_is_applied_in_order_and_to_a_copy() -> None:
 
 def test_hundreds_of_new_and_lost_fields_take_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: of a record with a thousand fields, sixty of them new, nothing is offered: each one takes a try."""
-    monkeypatch.setattr(compatibility, "MAX_TRIES", 2)
+    monkeypatch.setattr(repairs, "MAX_TRIES", 2)
     kept = [(f"k{n}", "int") for n in range(900)]
     new, old = (
         record(*kept, *((f"{side}{n}", kind) for n in range(60))) for side, kind in (("a", NULLABLE), ("b", "int"))
@@ -289,22 +290,22 @@ def test_no_default_is_made_of_billions_of_values() -> None:
 def test_the_search_for_a_patch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: the comparison of two schemas of 1 MB takes minutes, and registrations wait for it."""
     tried: list[int] = []
-    original = compatibility._apply
+    original = repairs._apply
 
     def counted(*args: Any) -> Schema | None:
         tried.append(1)
         return original(*args)
 
-    monkeypatch.setattr(compatibility, "_apply", counted)
+    monkeypatch.setattr(repairs, "_apply", counted)
     old, new = (record(*((f"f{n}", kind) for n in range(20))) for kind in ("string", "int"))
     assert repair(Level.FULL, new, [old]) is not None
     assert len(tried) == 40  # each of the twenty is tried, and then done
     tried.clear()
-    monkeypatch.setattr(compatibility, "MAX_TRIES", 19)
+    monkeypatch.setattr(repairs, "MAX_TRIES", 19)
     assert repair(Level.FULL, new, [old]) is None
     assert not tried, "it was known at once that so few tries are not enough"
-    monkeypatch.setattr(compatibility, "MAX_TRIES", 200)
-    monkeypatch.setattr(compatibility, "MAX_CPU_S", -1.0)
+    monkeypatch.setattr(repairs, "MAX_TRIES", 200)
+    monkeypatch.setattr(repairs, "MAX_CPU_S", -1.0)
     assert repair(Level.FULL, new, [old]) is None
     assert not tried
     monkeypatch.undo()

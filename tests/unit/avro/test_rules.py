@@ -2,10 +2,11 @@
 
 import pytest
 
-from services.core.avro.compatibility import Level, check, diff, repair
+from services.core.avro.compatibility import Level, check
 from services.core.avro.differences import find
 from services.core.avro.parsing import parse_schema
 from services.core.avro.patch import apply_patch
+from services.core.avro.repair import diff, repair
 from services.core.avro.resolution import Resolution
 from services.core.avro.rules import RULES, Category
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.core.avro.compatibility import Comparison, compare
+from services.core.avro.repair import Comparison, compare
 from services.registry import schema_reader
 from services.registry.catalog import Schema
 from services.registry.registrar import Registrar
