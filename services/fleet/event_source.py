@@ -85,17 +85,35 @@ _OBJECT = msgspec.json.Decoder(_Head)
 
 
 def read_events(source: io.BufferedReader[Any]) -> Iterator[SourceEvent]:
-    """Yield the events in order, as soon as the input has them. Raises BadInput, OSError."""
+    """Yield the events in order, as soon as the input has them, also all that end before damage. Raises BadInput, OSError."""
+    packed = source.peek(2)[:2] == b"\x1f\x8b"
+    unpacked = _Gzip(source) if packed else None
+    readable: Readable = source if unpacked is None else unpacked
     try:
-        packed = source.peek(2)[:2] == b"\x1f\x8b"
-        unpacked: Readable = gzip.GzipFile(fileobj=source) if packed else source
-        yield from _read_text(_first_chunk(unpacked), unpacked)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise BadInput(f"the gzip data is damaged or incomplete: {error}") from error
-    except UnicodeDecodeError as error:
-        raise BadInput("the input is not UTF-8 text") from error
+        yield from _read_text(_first_chunk(readable), readable)
     except RecursionError as error:
         raise BadInput("the JSON is nested too deeply") from error
+    except BadInput:
+        if unpacked is None or unpacked.damage is None:
+            raise
+    if unpacked is not None and unpacked.damage is not None:
+        raise BadInput(f"the gzip data is damaged or incomplete: {unpacked.damage}") from unpacked.damage
+
+
+class _Gzip:
+    """A decompressor. Damage ends the text, so that the events before it are read. damage: the error."""
+
+    def __init__(self, source: io.BufferedReader[Any]) -> None:
+        self._file = gzip.GzipFile(fileobj=source)
+        self.damage: Exception | None = None
+
+    def read1(self, size: int, /) -> bytes:
+        if self.damage is None:
+            try:
+                return self._file.read1(size)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                self.damage = error
+        return b""
 
 
 def _first_chunk(source: Readable) -> bytes:
@@ -155,11 +173,12 @@ def _read_lines(first: bytes, source: Readable) -> Iterator[SourceEvent]:
     for chunk in itertools.chain([first], iter(lambda: source.read1(CHUNK), b"")):
         lines = (rest + chunk).split(b"\n")
         rest = lines.pop()
-        if len(rest) > MAX_EVENT_BYTES:
-            raise BadInput(f"line {next(number)} is larger than {MAX_EVENT_BYTES} bytes")
-        for line, position in zip(lines, number, strict=False):
+        for line in lines:
+            position = next(number)
             if text := line.strip():
                 yield SourceEvent(position, text, _fault(text), "line")
+        if len(rest) > MAX_EVENT_BYTES:
+            raise BadInput(f"line {next(number)} is larger than {MAX_EVENT_BYTES} bytes")
     if text := rest.strip():
         yield SourceEvent(next(number), text, _fault(text), "line")
 
@@ -212,8 +231,10 @@ class _Text:
     def __init__(self, first: bytes, source: Readable) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._source = source
-        self.buffer, self.at, self.ended = self._decoder.decode(first), 0, False
+        self._fault: UnicodeDecodeError | None = None
+        self.buffer, self.at, self.ended = "", 0, False
         self._lines = 1
+        self._append(first)
 
     def advance(self, count: int) -> None:
         self.at += count
@@ -226,6 +247,7 @@ class _Text:
             if self.at < len(self.buffer):
                 return self.buffer[self.at]
             if not self._more():
+                self._check()
                 return ""
 
     def find_value(self, scan: Callable[[str, int], tuple[Any, int]], position: int) -> tuple[int, int]:
@@ -237,6 +259,7 @@ class _Text:
                 if len(self.buffer) - self.at > MAX_EVENT_BYTES:
                     raise BadInput(f"event {position} is larger than {MAX_EVENT_BYTES} bytes, or broken") from error
                 if not self._more():
+                    self._check()
                     line = self._lines + self.buffer.count("\n", 0, error.pos)
                     raise BadInput(f"event {position}, line {line}: not valid JSON: {error.msg}") from error
                 continue
@@ -244,12 +267,25 @@ class _Text:
                 return self.at, end
 
     def _more(self) -> bool:
-        """Read one more chunk; False at the end of the input."""
+        """Read one more chunk; False when there is no more text."""
         if self.ended:
             return False
         chunk = self._source.read1(CHUNK)
         self.ended = not chunk
         self._lines += self.buffer.count("\n", 0, self.at)
-        self.buffer = self.buffer[self.at :] + self._decoder.decode(chunk, final=self.ended)
-        self.at = 0
-        return not self.ended
+        self.buffer, self.at = self.buffer[self.at :], 0
+        before = len(self.buffer)
+        self._append(chunk)
+        return not self.ended or len(self.buffer) > before
+
+    def _append(self, chunk: bytes) -> None:
+        """Add the text of the chunk, at most up to the first bytes that are none."""
+        try:
+            self.buffer += self._decoder.decode(chunk, final=self.ended)
+        except UnicodeDecodeError as error:
+            self.buffer += error.object[: error.start].decode()
+            self._fault, self.ended = error, True
+
+    def _check(self) -> None:
+        if self._fault is not None:
+            raise BadInput("the input is not UTF-8 text") from self._fault

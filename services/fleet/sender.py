@@ -15,7 +15,7 @@ import msgspec
 import orjson
 
 from services.core.backoff import Backoff
-from services.fleet.event_source import SourceEvent
+from services.fleet.event_source import BadInput, SourceEvent
 from services.fleet.pace import Pace
 
 CONTENT_TYPE = "application/cloudevents-batch+json"
@@ -116,12 +116,13 @@ async def send_events(
 ) -> None:
     """Send all events. `summary` is always up to date. `done` is called after each answered request.
 
-    `events` is read from a thread. Raises SendingFailed, and the errors of `events`. Cancelling stops at once; events in
-    flight may or may not have been stored.
+    `events` is read from a thread. Raises SendingFailed, and the errors of `events` when all events before the error are settled.
+    Cancelling stops at once; events in flight may or may not have been stored.
     """
     queue: asyncio.Queue[list[SourceEvent] | None] = asyncio.Queue(maxsize=target.in_flight)
     connector = aiohttp.TCPConnector(limit=target.in_flight)
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=5.0)
+    reading = _Reading(events, target, summary)
     try:
         async with (
             aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as session,
@@ -131,39 +132,50 @@ async def send_events(
             for _ in range(target.in_flight):
                 group.create_task(sender.work(queue))
             pace = Pace(target.rate)
-            async for batch in _batches(events, target, summary):
+            async for batch in reading.batches():
                 await pace.wait(len(batch))
                 await queue.put(batch)
             for _ in range(target.in_flight):
                 await queue.put(None)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+    if reading.error is not None:
+        raise reading.error
 
 
-async def _batches(
-    events: Iterator[SourceEvent], target: Target, summary: SendSummary
-) -> AsyncIterator[list[SourceEvent]]:
-    """Batches of `target.request_events` events and about MAX_BATCH_BYTES at most. Events that are not JSON count as refused."""
+class _Reading:
+    """Reads the input. error: why it ended early. Its last batch has the events before that."""
 
-    def next_batch() -> tuple[list[SourceEvent], bool]:
+    def __init__(self, events: Iterator[SourceEvent], target: Target, summary: SendSummary) -> None:
+        self._events, self._target, self._summary = events, target, summary
+        self.error: BadInput | OSError | None = None
+
+    async def batches(self) -> AsyncIterator[list[SourceEvent]]:
+        """Batches of up to `Target.request_events` events and about MAX_BATCH_BYTES. Those that are not JSON count as refused."""
+        more = True
+        while more:
+            batch, more = await asyncio.to_thread(self._next)
+            for event in batch:
+                if event.fault:
+                    self._summary.refuse(event, "bad-json", event.fault)
+            stream = self._target.stream
+            good = [event._replace(payload=wrap(event.payload, stream)) for event in batch if not event.fault]
+            if good:
+                yield good
+
+    def _next(self) -> tuple[list[SourceEvent], bool]:
+        """(the next batch, whether there may be more). Blocking."""
         batch: list[SourceEvent] = []
-        size, most = 0, target.request_events
-        for event in events:
-            batch.append(event)
-            size += len(event.payload)
-            if len(batch) >= most or size >= MAX_BATCH_BYTES:
-                return batch, True
+        size, most = 0, self._target.request_events
+        try:
+            for event in self._events:
+                batch.append(event)
+                size += len(event.payload)
+                if len(batch) >= most or size >= MAX_BATCH_BYTES:
+                    return batch, True
+        except (BadInput, OSError) as error:
+            self.error = error
         return batch, False
-
-    more = True
-    while more:
-        batch, more = await asyncio.to_thread(next_batch)
-        for event in batch:
-            if event.fault:
-                summary.refuse(event, "bad-json", event.fault)
-        good = [event._replace(payload=wrap(event.payload, target.stream)) for event in batch if not event.fault]
-        if good:
-            yield good
 
 
 PROBE_S = 5.0

@@ -174,7 +174,9 @@ async def _send(
             raw.stop()  # ends the read of the thread, which would block the end of the event loop
             return error
         except BadInput as error:
-            return CommandFailed(f"{name}: {error}", "mending the input; the events before it were sent")
+            return CommandFailed(
+                f"{name}: {error}", "mending the input; the events before it were sent, as the summary says"
+            )
         except SendingFailed as error:
             remedy = await asyncio.to_thread(_remedy, error.status, fleet)
             return CommandFailed(f"{target.url}: {error}; the remaining events were not sent", remedy)

@@ -129,6 +129,48 @@ def test_what_cannot_be_read(data: bytes, message: str) -> None:
         read(data)
 
 
+def read_until_damage(data: bytes, size: int) -> tuple[list[bytes], str]:
+    """(the good events, the damage)."""
+    found: list[bytes] = []
+    with io.BufferedReader(Dripping(data, size)) as source:
+        try:
+            found.extend(event.payload for event in read_events(source) if not event.fault)
+        except BadInput as error:
+            return found, str(error)
+    return found, ""
+
+
+@given(
+    st.sampled_from(["array", "lines", "values"]),
+    st.sampled_from(["cut", "\xff"]),
+    st.integers(2, 60),
+    st.floats(0, 1),
+    st.sampled_from([7, 1 << 30]),
+)
+def test_the_events_before_damage_are_read(form: str, damage: str, count: int, place: float, size: int) -> None:
+    """Broken: the command says that the events before the damage were sent, and some were not even read."""
+    begin, between, end = {"array": (b"[", b",\n", b"]"), "lines": (b"", b"\n", b"\n"), "values": (b"", b" ", b"")}[
+        form
+    ]
+    events = [b'{"n":%d,"s":"\xc3\xbc"}' % number for number in range(count)]
+    text = begin + between.join(events) + end
+    at = len(begin) + round(place * (len(text) - len(begin) - 1))
+    cut = text[:at] if damage == "cut" else text[:at] + b"\xff" + text[at + 1 :]
+    whole = sum(1 for number in range(count) if len(begin + between.join(events[: number + 1])) <= at)
+    found, said = read_until_damage(cut, size)
+    assert found[:whole] == events[:whole]
+    assert said or form != "array"
+    packed, said = read_until_damage(gzip.compress(text, mtime=0)[:-5], size)
+    assert (packed, said[:4]) == (events, "the ")
+
+
+def test_a_line_before_an_endless_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a line without end takes the good lines of its chunk with it."""
+    monkeypatch.setattr(event_source, "MAX_EVENT_BYTES", 100_000)
+    found, said = read_until_damage(b'{"a":1}\n{"b":"' + b"x" * 2_000_000, 1 << 30)
+    assert (found, said) == ([b'{"a":1}'], "line 2 is larger than 100000 bytes")
+
+
 def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: a file that is no JSON fills the memory."""
     monkeypatch.setattr(event_source, "MAX_EVENT_BYTES", 100_000)

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from services.fleet import sender
-from services.fleet.event_source import SourceEvent
+from services.fleet.event_source import BadInput, SourceEvent
 from services.fleet.pace import Pace
 from services.fleet.sender import SendingFailed, SendSummary, Target, make_id, send_events, wrap
 
@@ -237,6 +237,25 @@ async def test_bad_lines_are_counted_not_sent() -> None:
     ingest, summary = await send(take_all, iter(events))
     assert len(ingest.stored) == summary.accepted == 3
     assert summary.examples == [(3, "bad-json", "not valid JSON")]
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+async def test_the_events_before_damage_are_sent_and_counted(in_flight: int) -> None:
+    """Broken: ingest stores some of the events, the summary says `accepted 0`, and the message that all of them were sent."""
+
+    async def slow(_events: list[Event]) -> web.Response | None:
+        await asyncio.sleep(0.01)
+        return None
+
+    def damaged() -> Iterator[SourceEvent]:
+        yield from numbered(499)
+        raise BadInput("event 500, line 1: not valid JSON")
+
+    ingest, summary = FakeIngest(slow), SendSummary()
+    async with ingest.serve() as url:
+        with pytest.raises(BadInput, match="event 500"):
+            await send_events(damaged(), Target(url, "orders", in_flight=in_flight), summary)
+    assert (len(ingest.stored), summary.accepted, summary.requests) == (499, 499, 5)
 
 
 def test_wrapping() -> None:
