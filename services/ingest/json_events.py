@@ -236,4 +236,4 @@ def _parse_line(text: bytes) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        return _BadLine(describe(error))
+        return _BadLine(f"The JSON of this line is not valid at column {error.colno}: {error.msg}.")

@@ -77,7 +77,7 @@ REQUESTS: list[tuple[bytes, str, str]] = [
     (body(7), "bad-json", "The body is an integer."),
     (body({}, media=BATCH), "bad-json", "The body is an object. Send a JSON array of CloudEvents."),
     (body([], media=STRUCTURED), "bad-json", "The body is an array. Send one CloudEvent"),
-    (body(b"{}\nx", media="application/x-ndjson"), "bad-json", "at line 1, column 1: "),
+    (body(b"{}\nx", media="application/x-ndjson"), "bad-json", "The JSON of this line is not valid at column 1: "),
     (body(DEEP), "too-deep", "more than 128 levels"),
     (body([{}] * 101), "too-many-events", "more than 100 events"),
     (body({"a": "x" * 3000}), "event-too-large", "The event has 3008 bytes. An event may have at most 2000."),
