@@ -119,11 +119,13 @@ class Watched:
 class Folder:
     """Objects as files. An object appears whole and synced: a link to a file that was written and synced under another name.
 
-    After a failed sync it creates nothing more: nobody knows what the disk has, and a second sync may wrongly succeed.
+    After a failed sync it creates nothing more: nobody knows what the disk has, and a second sync may wrongly succeed. A folder
+    that was there and is gone, as one whose disk is no longer mounted, is away, and neither empty nor made anew.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._seen: set[Path] = set()
         self.failed: str | None = None
         self.url = f"file://{path}"
 
@@ -162,8 +164,10 @@ class Folder:
 
     def _write(self, path: Path, content: bytes) -> None:
         if not path.parent.exists():
+            self._require_unseen(path.parent)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._sync(path.parent.parent)
+        self._seen.add(path.parent)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
@@ -175,6 +179,9 @@ class Folder:
         found = [_read(path) for path in paths]
         for folder in {path.parent for path, content in zip(paths, found, strict=True) if content is not None}:
             self._sync(folder)
+        for folder in {path.parent for path, content in zip(paths, found, strict=True) if content is None}:
+            if not folder.exists():
+                self._require_unseen(folder)
         return found
 
     def _names_after(self, name: str) -> list[str]:
@@ -182,8 +189,15 @@ class Folder:
         try:
             found = os.listdir(self._path / folder)  # noqa: PTH208  names, not paths
         except FileNotFoundError:
+            self._require_unseen(self._path / folder)
             return []
+        self._seen.add(self._path / folder)
         return [f"{folder}/{each}" for each in sorted(found) if each > last and not each.startswith(".")]
+
+    def _require_unseen(self, folder: Path) -> None:
+        """Raises OSError for a folder that was there before."""
+        if folder in self._seen:
+            raise FileNotFoundError(errno.ENOENT, "the folder is gone; is its disk mounted?", str(folder))
 
     def _sync(self, folder: Path) -> None:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -113,3 +113,22 @@ async def test_leftovers_and_foreign_files_are_no_objects(tmp_path: Path) -> Non
     again = await asyncio.wait_for(open_registrar(url), 60)
     assert not again.log.damage
     assert (await again.register("s", await again.read(make_schema("a", 1)), "")).number == 2
+
+
+async def test_a_folder_that_goes_away_is_not_empty(tmp_path: Path) -> None:
+    """Broken: a disk is unmounted under a registry. It says that all is well, and then stores an entry where the disk was."""
+    url = f"file://{tmp_path / 'schemas'}"
+    registrar = await open_registrar(url)
+    await registrar.register("s", await registrar.read(make_schema("a", 0)), "")
+    (tmp_path / "schemas").rename(tmp_path / "elsewhere")
+    (tmp_path / "schemas").mkdir()  # as the place of a mount is
+    for ask in (registrar.log.refresh, registrar.log.verify):
+        with pytest.raises(StoreUnavailable, match=r"schemas/log: the folder is gone; is its disk mounted\?"):
+            await ask()
+    with pytest.raises(StoreUnavailable, match="is its disk mounted"):
+        await registrar.register("s", await registrar.read(make_schema("a", 1)), "")
+    assert os.listdir(tmp_path / "schemas") == []  # noqa: PTH208
+    (tmp_path / "schemas").rmdir()
+    (tmp_path / "elsewhere").rename(tmp_path / "schemas")
+    assert (await registrar.register("s", await registrar.read(make_schema("a", 1)), "")).number == 2
+    assert not registrar.log.damage
