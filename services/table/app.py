@@ -7,6 +7,7 @@ from pathlib import Path
 
 import structlog
 
+from services.core.disk import show_disk
 from services.core.expected import show_expected
 from services.core.folders import make_folder
 from services.core.key_watch import watch_keys
@@ -36,9 +37,10 @@ async def start(settings: TableSettings, supervision: Supervision) -> None:
     readiness, progress, stopping = Readiness(), ProgressWatch(), supervision.stopping
     pipes = await asyncio.to_thread(load_pipes, settings.pipes)
     streams = find_tables(pipes)
-    show_expected(pipes, ledger=settings.ledger)
+    show_expected(pipes, ledger=settings.ledger, registry=settings.schemas)
     openapi = await asyncio.to_thread(OPENAPI.read_bytes)
     await asyncio.to_thread(_prepare, settings.data)
+    show_disk(settings.data)
     access = Access()
     keys = watch_keys("table", settings.keys, access) if settings.keys is not None else None
     if keys is not None:
