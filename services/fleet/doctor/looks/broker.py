@@ -73,7 +73,10 @@ async def look_at_broker(facts: Facts) -> None:
 
 
 def _log_problem(root: Path, pipes: PipeFile | None) -> str | None:
-    """Why the folder of the embedded log cannot be read; None when it can. Blocking."""
+    """Why the folder of the embedded log cannot be read; None when it can. Blocking.
+
+    A topic that was deleted in good order has no marks either, and is a topic that is missing. All topics at once are not.
+    """
     topics = root / "topics"
     if not topics.is_dir():
         return f"the folder of the embedded log is not there: {topics}"
@@ -82,7 +85,8 @@ def _log_problem(root: Path, pipes: PipeFile | None) -> str | None:
     except OSError as error:
         return f"the folder of the embedded log cannot be read: {topics}: {error.strerror}"
     here = [name for name, stream in pipes.streams.items() if stream.home == DEFAULT] if pipes is not None else []
-    gone = [name for name in here if f"{name}.db" not in names]
+    is_empty = not any(name.endswith(".db") for name in names)
+    gone = [name for name in here if f"{name}.db" not in names and (is_empty or f"{name}.hwm" in names)]
     return f"files of the embedded log are gone: {', '.join(f'{topics / name}.db' for name in gone)}" if gone else None
 
 
