@@ -79,7 +79,7 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
     selected = await run_blocking(lambda: load_pipes(settings), "pipes")
     check_tables(settings, selected)
     health = PipesHealth(selected.names)
-    show_expected(selected.file, ledger=settings.ledger)
+    show_expected(selected.file, ledger=settings.ledger, registry=settings.schemas)
     group, routes = await run_blocking(lambda: _control_of_executors(settings), "token")
     management = serve_management(
         settings.management, health.ready, routes, note=health.note, why_not_alive=health.stuck

@@ -8,8 +8,8 @@ from services.core.metrics import FLEET_EXPECTED
 from services.core.pipes import PipeFile, needs_retrier
 
 
-def show_expected(pipes: PipeFile, *, ledger: bool, registry: bool = False) -> None:
-    """Set the metric. ledger: whether the services report, so that an observer must read. registry: whether it is switched on.
+def show_expected(pipes: PipeFile, *, ledger: bool, registry: bool) -> None:
+    """Set the metric. ledger: whether the services report, so that an observer must read. registry: whether the fleet has one.
 
     Later calls replace the list.
     """
@@ -23,7 +23,7 @@ def show_expected(pipes: PipeFile, *, ledger: bool, registry: bool = False) -> N
 def list_expected(pipes: PipeFile, *, ledger: bool) -> list[tuple[str, str]]:
     """Each service, and the pipe that an expel or a transform is for, else "": they may be divided between processes.
 
-    Not the autoscaler and the registry: the pipe file does not say whether a fleet has one.
+    Not the autoscaler and the registry: the pipe file does not say whether a fleet has one. Of the registry a setting says it.
     """
     expected = [("ingest", "")]
     if pipes.removed:

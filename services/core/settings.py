@@ -27,7 +27,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False)
     section: ClassVar[str]
-    shared: ClassVar[frozenset[str]] = frozenset({"broker", "pipes", "ledger", "log_level"})
+    shared: ClassVar[frozenset[str]] = frozenset({"broker", "pipes", "ledger", "schemas", "log_level"})
 
     @classmethod
     def program(cls) -> str:
@@ -43,6 +43,10 @@ class Settings(BaseModel):
     pipes: Path = Field(Path("pipes.yaml"), description="The pipe file.")
     ledger: bool = Field(
         True, description="Whether to report which events were settled, for the observer (true or false)."
+    )
+    schemas: bool = Field(
+        False,
+        description="Whether the fleet has a schema registry, so that an alert comes when none answers (true or false).",
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     management: Address = Field(

@@ -113,7 +113,7 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
         problems.append(Problem("--broker", "", str(error)))
     if problems:
         raise BadConfiguration(problems)
-    show_expected(pipes, ledger=settings.ledger)
+    show_expected(pipes, ledger=settings.ledger, registry=settings.schemas)
     folder, removed = settings.pipes.parent, removed_lanes(pipes)
     lanes = [
         LanePlan(

@@ -42,6 +42,11 @@ class FleetPlan:
     tables: str | None = None
 
 
+def has_registry(settings: UpSettings) -> bool:
+    """Whether the fleet has a registry: its own, or one that runs elsewhere."""
+    return settings.schemas or settings.registry is not None
+
+
 def broker_url(settings: UpSettings, kafka: str | None) -> str:
     """The broker's URL. kafka: the bootstrap servers of the Kafka that was started here."""
     if settings.broker == "log":
@@ -65,6 +70,7 @@ def make_plan(
     """
     shared = ["--broker", broker, "--pipes", str(settings.pipes.absolute()), "--log-level", settings.log_level]
     shared += ["--drain", format_duration(settings.drain), "--ledger", str(settings.ledger).lower()]
+    shared += ["--schemas", str(has_registry(settings)).lower()]
     if config:
         shared += ["--config", config]
     data = settings.data.absolute()

@@ -14,7 +14,7 @@ from services.fleet.console import print_note
 from services.fleet.folder import describe_loss, hold_folder, keep_observer_token, take_restored
 from services.fleet.kafka import run_kafka
 from services.fleet.pipe_check import check_pipe_file, find_warnings, read_checked
-from services.fleet.plan import broker_url, make_plan
+from services.fleet.plan import broker_url, has_registry, make_plan
 from services.fleet.ports import check_port_free
 from services.fleet.problem import CommandFailed
 from services.fleet.settings import UpSettings, keys_of_ingest, master_of_transforms
@@ -66,7 +66,7 @@ async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> Asyn
         snapshot = data / SNAPSHOT
         await asyncio.to_thread(_keep, snapshot, contents, broker)
         keys = await asyncio.to_thread(keys_of_ingest, None if config is None else copy_in(snapshot, Path(config)))
-        show_expected(pipes, ledger=settings.ledger, registry=settings.registry is not None)
+        show_expected(pipes, ledger=settings.ledger, registry=has_registry(settings))
         show_disk(data)
         plan = make_plan(settings, pipes, broker, config, snapshot, has_retrier=topics.has_retrier, keys=keys)
         stop.check()

@@ -34,7 +34,7 @@ async def start(settings: RetrierSettings, supervision: Supervision) -> None:
     readiness, progress, stopping = Readiness(), ProgressWatch(), supervision.stopping
     pipes = await asyncio.to_thread(_read_pipes, settings.pipes)
     if pipes is not None:
-        show_expected(pipes, ledger=settings.ledger)
+        show_expected(pipes, ledger=settings.ledger, registry=settings.schemas)
     async with AsyncExitStack() as stack:
         management = await stack.enter_async_context(
             serve_management(settings.management, readiness.why_not, why_not_alive=progress.why_not_alive)

@@ -41,7 +41,7 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
     host, port = settings.address()
     readiness, stopping = Readiness(), supervision.stopping
     pipes = await asyncio.to_thread(load_pipes, settings.pipes)
-    show_expected(pipes, ledger=settings.ledger)
+    show_expected(pipes, ledger=settings.ledger, registry=settings.schemas)
     access = Access(None, quota_bytes=settings.quota_bytes)
     keys = watch_keys("ingest", settings.keys, access) if settings.keys is not None else None
     if keys is not None:

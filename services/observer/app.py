@@ -54,7 +54,7 @@ _SHOWN_CAUSES = 5
 async def start(settings: ObserverSettings, supervision: Supervision) -> None:
     """Run until the stop; there is nothing to drain. Ready when the API answers. Raises BadConfiguration, OSError."""
     pipes = await asyncio.to_thread(load_pipes, settings.pipes)
-    show_expected(pipes, ledger=settings.ledger)
+    show_expected(pipes, ledger=settings.ledger, registry=settings.schemas)
     openapi, page = await asyncio.to_thread(OPENAPI.read_bytes), await asyncio.to_thread(load_files)
     keys = await asyncio.to_thread(_read_keys, settings.alarm_secret)
     tokens = await asyncio.to_thread(_read_tokens, settings)

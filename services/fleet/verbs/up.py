@@ -41,6 +41,7 @@ def up(
     drain: Annotated[Value, _option("drain", "--drain")] = None,
     management: Annotated[Value, _option("management", "--management")] = None,
     ledger: Annotated[Value, _option("ledger", "--ledger")] = None,
+    schemas: Annotated[Value, _option("schemas", "--schemas")] = None,
     log_level: Annotated[Value, _option("log_level", "--log-level")] = None,
     config: Annotated[Value, typer.Option("--config", help="Settings file (YAML). [PENSTOCK_CONFIG]")] = None,
 ) -> None:

@@ -62,7 +62,7 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
             f"{file}:3: ingset: unknown section. Try one of: "
             "autoscaler, expel, fleet, ingest, observer, registry, retrier, table, transform, up"
         ),
-        f"{file}:2: fleet.brocker: unknown key. Try one of: broker, ledger, log_level, pipes",
+        f"{file}:2: fleet.brocker: unknown key. Try one of: broker, ledger, log_level, pipes, schemas",
         f"{file}:6: ingest.acks: unknown key. Try one of: drain, management, max_body, open_to_all, wait, workers",
         "PENSTOCK_INGEST_MAX_BODY: a size with a unit is needed (B, KB, MB, GB, KiB, MiB, GiB). Try: 1MB",
         f"{file}:5: ingest.wait: a duration with a unit is needed (ms, s, m, h, d). Try: 10s or 7d",

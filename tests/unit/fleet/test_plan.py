@@ -24,3 +24,14 @@ def test_port_0_becomes_one_free_port_for_all(tmp_path: Path) -> None:
     assert ingest_port != observer_port
     arguments = [spec.arguments for spec in plan.services if spec.service == "ingest"]
     assert [given[given.index("--listen") + 1] for given in arguments] == [plan.listen] * 2
+
+
+def test_services_know_whether_there_is_a_registry(tmp_path: Path) -> None:
+    """Broken: the only registry vanishes, and no service that is left says that the fleet needs one."""
+    path = tmp_path / "pipes.yaml"
+    path.write_text("version: 1\nstreams: {s: {}}\npipes: {}\n")
+    write_snapshot(tmp_path / "snapshot", read_contents([path]))
+    own, elsewhere, none = UpSettings(registry="127.0.0.1:8084"), UpSettings(schemas=True), UpSettings()
+    for settings, known in ((own, "true"), (elsewhere, "true"), (none, "false")):
+        plan = make_plan(settings, load_pipes(path), "log:", None, tmp_path / "snapshot", has_retrier=False)
+        assert {spec.arguments[spec.arguments.index("--schemas") + 1] for spec in plan.services} == {known}

@@ -230,6 +230,9 @@ def test_the_registry_keeps_nothing_in_the_cluster() -> None:
     [container] = PODS["registry"]["containers"]
     variables = {one["name"]: one["value"] for one in container["env"]}
     settings = load_settings(RegistrySettings, [], environment() | variables)
+    overlay = yaml.safe_load((INFRA / "kubernetes" / "registry" / "kustomization.yaml").read_text())
+    [more] = overlay["configMapGenerator"]  # for all services, so that they miss it
+    assert (more["name"], more["behavior"], more["literals"]) == ("environment", "merge", ["PENSTOCK_SCHEMAS=true"])
     assert settings.store.startswith("s3://")
     assert [volume["name"] for volume in PODS["registry"]["volumes"]] == ["config", "tmp", "keys"]
     [mount] = [one for one in container["volumeMounts"] if one["name"] == "keys"]

@@ -115,12 +115,15 @@ def _missing(facts: Facts) -> Iterator[Finding]:
         return
     observed = any(facts.series("penstock_fleet_expected", service="observer"))  # elsewhere its address may be unknown
     wanted = {service for service, _ in list_expected(pipes, ledger=observed or bool(facts.observer.address))}
+    if any(facts.series("penstock_fleet_expected", service="registry")):  # the pipe file does not say
+        wanted.add("registry")
     for service in FLOW:
         if service in wanted and not facts.of(service):
             names = ", ".join(one.name for one in facts.instances)
+            source = "the setting schemas says that there is" if service == "registry" else "the pipe file needs"
             yield Finding(
                 f"No process of {service} is in the list of processes.",
-                [f"the pipe file needs one; the list has {names}"],
+                [f"{source} one; the list has {names}"],
                 f"start {service}, or add it to the list",
                 about(service),
             )

@@ -699,6 +699,11 @@ def test_a_list_of_processes_without_a_service() -> None:
 
     assert "observer" in broken(remove_observer).causes[0].finding.what
 
+    def expect_registry(facts: Facts) -> None:
+        count(instance(facts, "ingest"), "penstock_fleet_expected", {"service": "registry", "pipe": ""}, 1, 1)
+
+    assert "registry" in broken(expect_registry).causes[0].finding.what
+
     def compact(facts: Facts) -> None:
         assert facts.pipes is not None
         streams = {name: one.model_copy(update={"compact": True}) for name, one in facts.pipes.streams.items()}
