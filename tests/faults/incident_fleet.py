@@ -1,7 +1,8 @@
 """A small fleet under the eyes of a real Prometheus, with the project's own rules, for incidents (`soak_incidents.py`).
 
 Two streams and two pipes: `shop` delivers orders to `crm`, `audit` delivers clicks to `archive`. With Spark a third pipe,
-`large`, has a transform. A client sends some events a second to each stream, and does not mind errors.
+`large`, has a transform. With tables a third stream, `latest`, is compacted. A client sends some events a second to each stream,
+and does not mind errors.
 """
 
 import asyncio
@@ -44,6 +45,8 @@ MODULES = {
     "retrier": "services.global_retrier",
     "observer": "services.observer",
     "transform": "spark",
+    "table": "services.table",
+    "registry": "services.registry",
     "autoscaler": "services.autoscaler",
 }
 
@@ -87,6 +90,8 @@ class IncidentFleet:
     """apart: no supervisor, each service is a process of its own, as on a platform. Made by `open_incident_fleet`.
 
     observer: the address of its API, and token: its token file, of a fleet that is apart. scaling: the autoscaler's flags.
+    registry: the address of the schema registry, of a fleet that has one; its store is `schemas`. tables: a folder, of one that
+    is apart.
     services: by name, of a fleet that is apart. up: the supervisor of another. poison: fields of one order in five from now on.
     tasks: ended with the fleet.
     """
@@ -101,6 +106,7 @@ class IncidentFleet:
     archive: Receiver
     cluster: KafkaCluster | None
     observer: str
+    registry: str
     scaling: list[str] = field(default_factory=list)
     services: dict[str, Service] = field(default_factory=dict)
     up: subprocess.Popen[bytes] | None = None
@@ -117,6 +123,14 @@ class IncidentFleet:
     @property
     def token(self) -> Path:
         return self.folder / "observer.token"
+
+    @property
+    def schemas(self) -> Path:
+        return self.data / "schemas"
+
+    @property
+    def tables(self) -> Path:
+        return self.folder / "tables"
 
     @property
     def pipe_file(self) -> Path:
@@ -187,6 +201,7 @@ class IncidentFleet:
     async def start_service(self, name: str, module: str = "") -> Service:
         """Of a fleet that is apart: start the service, without waiting. module: runs the service's own, its first argument."""
         arguments = ["--broker", self.broker, "--pipes", str(self.pipe_file)]
+        arguments += ["--schemas", "true"] if self.registry else []
         if name == "ingest":
             arguments += ["--listen", self.listen]
         if name == "expel":
@@ -196,6 +211,10 @@ class IncidentFleet:
         if name == "autoscaler":
             arguments += [*self.scaling, "--targets", str(self.targets)]
             arguments += ["--observer", self.observer, "--observer-token-file", str(self.token)]
+        if name == "table":
+            arguments += ["--listen", f"127.0.0.1:{free_port()}", "--data", str(self.tables)]
+        if name == "registry":
+            arguments += ["--listen", self.registry, "--store", f"file://{self.schemas}"]
         if name == "transform":
             arguments += ["--data", str(self.data)]
         begin = [MODULES[name]] if module else []
@@ -227,7 +246,10 @@ class IncidentFleet:
                 ]
                 orders[0].update(self.poison)
                 clicks = [{"id": f"c-{number}", "key": "k", "time": now} for number in numbers]
-                for stream, events in (("orders", orders), ("clicks", clicks)):
+                latest = [{"id": f"l-{number}", "key": f"k{number % 50}", "time": now} for number in numbers]
+                for stream, events in (("orders", orders), ("clicks", clicks), ("latest", latest)):
+                    if stream not in self.pipes["streams"]:
+                        continue
                     with suppress(aiohttp.ClientError, TimeoutError, OSError):
                         url = f"http://{self.listen}/v1/streams/{stream}/events"
                         async with session.post(url, data=orjson.dumps(events), headers=JSON) as answer:
@@ -243,11 +265,14 @@ async def open_incident_fleet(
     spark: bool,
     kafka: bool,
     autoscaler: bool,
+    table: bool,
+    registry: bool,
     change: Callable[[IncidentFleet], Awaitable[None]] | None,
 ) -> AsyncIterator[IncidentFleet]:
     """The fleet, ready, under load, watched by Prometheus. change: the pipe file before the start.
 
-    autoscaler: with one. In a fleet that is apart it looks at a group of instances, and orders nothing.
+    autoscaler: with one. In a fleet that is apart it looks at a group of instances, and orders nothing. table: with a table.
+    registry: with one, that has a schema.
     """
     async with AsyncExitStack() as stack:
         cluster = None
@@ -263,15 +288,18 @@ async def open_incident_fleet(
         data.mkdir(exist_ok=True)
         broker = f"kafka://{cluster.bootstrap}" if cluster is not None else f"log://{data / 'log'}"
         listen, prometheus, observer = (f"127.0.0.1:{free_port()}" for _ in range(3))
-        fleet = IncidentFleet(folder, data, broker, listen, prometheus, apart, crm, archive, cluster, observer)
-        fleet.pipes = _pipes(crm.port, archive.port, spark=spark)
+        schemas = f"127.0.0.1:{free_port()}" if registry else ""
+        fleet = IncidentFleet(folder, data, broker, listen, prometheus, apart, crm, archive, cluster, observer, schemas)
+        fleet.pipes = _pipes(crm.port, archive.port, spark=spark, table=table)
         if change is not None:
             await change(fleet)
         fleet.write_pipes()
         if apart:
-            await _start_apart(fleet, stack, spark=spark, autoscaler=autoscaler)
+            await _start_apart(fleet, stack, spark=spark, autoscaler=autoscaler, table=table)
         else:
             await _start_up(fleet, stack, autoscaler=autoscaler)
+        if registry:
+            await _register(fleet)
         fleet.write_targets()
         stack.callback(lambda: [task.cancel() for task in fleet.tasks])
         for work in (fleet.keep_writing_targets(), fleet.send()):
@@ -283,7 +311,15 @@ async def open_incident_fleet(
         yield fleet
 
 
-def _pipes(crm: int, archive: int, *, spark: bool) -> dict[str, Any]:
+async def _register(fleet: IncidentFleet) -> None:
+    """One schema, so that the store is not empty."""
+    body = orjson.dumps({"schema": '{"type": "record", "name": "Order", "fields": []}'})
+    url = f"http://{fleet.registry}/subjects/orders-value/versions"
+    async with aiohttp.ClientSession() as session, session.post(url, data=body, headers=JSON) as answer:
+        assert answer.status == 200, await answer.text()
+
+
+def _pipes(crm: int, archive: int, *, spark: bool, table: bool) -> dict[str, Any]:
     def hook(name: str, port: int) -> dict[str, Any]:
         webhook = {"url": f"http://127.0.0.1:{port}/hook", "retry": {"attempts": 2}, "timeout": "5s"}
         return {"name": name, "webhook": webhook}
@@ -296,13 +332,18 @@ def _pipes(crm: int, archive: int, *, spark: bool) -> dict[str, Any]:
     }
     if spark:
         pipes["large"] = {"sources": ["orders"], "transform": {"sql": SQL}, "destinations": [hook("archive", archive)]}
-    return {"version": 1, "streams": {"orders": {**stream, "columns": columns}, "clicks": stream}, "pipes": pipes}
+    streams = {"orders": {**stream, "columns": columns}, "clicks": stream}
+    if table:
+        streams["latest"] = {**stream, "compact": True}
+    return {"version": 1, "streams": streams, "pipes": pipes}
 
 
 async def _start_up(fleet: IncidentFleet, stack: AsyncExitStack, *, autoscaler: bool) -> None:
     command = [sys.executable, "-m", "services.fleet", "up", "--broker", fleet.broker, "--data", str(fleet.data)]
     command += ["--pipes", str(fleet.pipe_file), "--listen", fleet.listen, "--allow-networks", "127.0.0.0/8"]
+    command += ["--tables", f"127.0.0.1:{free_port()}"]
     command += ["--autoscale", "true"] if autoscaler else []
+    command += ["--registry", fleet.registry] if fleet.registry else []
     log = fleet.folder / "up.log"
     fleet.up = await asyncio.to_thread(start_child, command, log=log)
     stack.push_async_callback(asyncio.to_thread, stop_child, fleet.up, grace_s=1.0)
@@ -315,7 +356,9 @@ async def _start_up(fleet: IncidentFleet, stack: AsyncExitStack, *, autoscaler: 
     await wait_until(runs, READY_S)
 
 
-async def _start_apart(fleet: IncidentFleet, stack: AsyncExitStack, *, spark: bool, autoscaler: bool) -> None:
+async def _start_apart(
+    fleet: IncidentFleet, stack: AsyncExitStack, *, spark: bool, autoscaler: bool, table: bool
+) -> None:
     command = [sys.executable, "-m", "services.fleet", "apply", "--broker", fleet.broker, "-f", str(fleet.pipe_file)]
     done = await asyncio.to_thread(
         subprocess.run, [*command, "--allow-networks", "127.0.0.0/8"], capture_output=True, text=True
@@ -329,7 +372,8 @@ async def _start_apart(fleet: IncidentFleet, stack: AsyncExitStack, *, spark: bo
         )
         fleet.scaling = await stack.enter_async_context(platform)
     stack.callback(fleet.close_services)
-    absent = {name for name, wanted in (("transform", spark), ("autoscaler", autoscaler)) if not wanted}
+    asked = {"transform": spark, "autoscaler": autoscaler, "table": table, "registry": bool(fleet.registry)}
+    absent = {name for name, wanted in asked.items() if not wanted}
     for name in [one for one in MODULES if one not in absent]:
         await fleet.start_service(name)
     for service in fleet.services.values():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.core.broker.connect import open_broker
 from services.core.jvm.jars import KAFKA_SERVER, jar_set
 from services.core.jvm.java import find_java
 from tests.faults.incident_fleet import IncidentFleet
@@ -22,8 +23,8 @@ DISK_MB = 64
 class Incident:
     """alerts: exactly those that must fire; may: and those that may. checks: names of the doctor's checks that name the cause.
 
-    apart: services without a supervisor. autoscaler: with one. small_disk: the data folder is on one. change: the pipe file
-    before the start.
+    apart: services without a supervisor. autoscaler, table, registry: with one. small_disk: the folder that is on one, below the
+    fleet's. change: the pipe file before the start.
     """
 
     name: str
@@ -35,7 +36,9 @@ class Incident:
     spark: bool = False
     kafka: bool = False
     autoscaler: bool = False
-    small_disk: bool = False
+    table: bool = False
+    registry: bool = False
+    small_disk: str = ""
     change: Strike | None = None
 
 
@@ -117,16 +120,32 @@ async def _limit_broker(fleet: IncidentFleet) -> None:
 
 
 async def _fill_disk(fleet: IncidentFleet) -> None:
-    def fill() -> None:
-        with (fleet.data / "other.file").open("wb") as file:
-            try:
-                while True:
-                    file.write(bytes(1 << 16))
-                    file.flush()
-            except OSError:
-                pass
+    await asyncio.to_thread(_fill, fleet.data)
 
-    await asyncio.to_thread(fill)
+
+async def _fill_tables(fleet: IncidentFleet) -> None:
+    await asyncio.to_thread(_fill, fleet.tables)
+
+
+def _fill(folder: Path) -> None:
+    with (folder / "other.file").open("wb") as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+        except OSError:
+            pass
+
+
+async def _delete_topic(fleet: IncidentFleet) -> None:
+    """Of the table, while the fleet runs."""
+    async with open_broker(fleet.broker) as broker:
+        await broker.admin.delete_topic("latest")
+
+
+async def _lose_schemas(fleet: IncidentFleet) -> None:
+    """As when the disk of the registry's store is not mounted any more."""
+    await asyncio.to_thread(fleet.schemas.rename, fleet.folder / "unmounted")
 
 
 async def _refuse(fleet: IncidentFleet) -> None:
@@ -318,7 +337,38 @@ INCIDENTS: tuple[Incident, ...] = (
         _of("DiskFull", "IngestRefuses", "IngestNotReady", "NotReady"),
         frozenset({"disk-full"}),
         may=_of("TelemetryFails"),  # reports are not stored either; it fires after about 300 s
-        small_disk=True,
+        small_disk="data",
+    ),
+    Incident("table stopped", _stop("table"), DOWN, DEAD, apart=True, table=True),
+    Incident("table hangs", _hang("table"), HUNG, frozenset({"processes-hung"}), apart=True, table=True),
+    Incident("table crash-loops", _crash("table"), LOOP, frozenset({"crash-loops"}), table=True),
+    Incident(
+        "disk of the tables full",
+        _fill_tables,
+        _of("DiskFull", "StreamTableStuck", "NotReady"),
+        frozenset({"disk-full"}),
+        may=_of("StreamTableBehind"),  # it fires after about 310 s
+        apart=True,
+        table=True,
+        small_disk="tables",
+    ),
+    Incident(
+        "topic of a table deleted",
+        _delete_topic,
+        _of("IngestRefuses", "IngestNotReady", "StreamTableStuck", "NotReady"),
+        frozenset({"topics-missing"}),
+        may=_of("StreamTableBehind"),
+        table=True,
+    ),
+    Incident("registry stopped", _stop("registry"), DOWN, DEAD, apart=True, registry=True),
+    Incident("registry hangs", _hang("registry"), HUNG, frozenset({"processes-hung"}), apart=True, registry=True),
+    Incident("registry crash-loops", _crash("registry"), LOOP, frozenset({"crash-loops"}), registry=True),
+    Incident(
+        "store of schemas away",
+        _lose_schemas,
+        _of("SchemaStoreAway"),
+        frozenset({"schema-store-away"}),
+        registry=True,
     ),
     Incident("clock wrong", _set_clock, _of("ClockWrong"), frozenset({"clock"}), apart=True),
     Incident("receiver refuses connections", _refuse, DESTINATION, FAILING | {"receiver-gone"}),

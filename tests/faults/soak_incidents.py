@@ -76,6 +76,8 @@ async def _run_one(incident: Incident, folder: Path) -> Result:
         spark=incident.spark,
         kafka=incident.kafka,
         autoscaler=incident.autoscaler,
+        table=incident.table,
+        registry=incident.registry,
         change=incident.change,
     )
     async with opening as fleet:
@@ -113,7 +115,7 @@ async def _run_guarded(incident: Incident, places: asyncio.Semaphore, folder: Pa
         own.mkdir()
         try:
             if incident.small_disk:
-                with _small_disk(own / "data"):
+                with _small_disk(own / incident.small_disk):
                     result = await _run_one(incident, own)
             else:
                 result = await _run_one(incident, own)
