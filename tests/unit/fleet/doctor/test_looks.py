@@ -17,7 +17,7 @@ from aiohttp import web
 from services.core.broker.contract import TopicSpec
 from services.core.broker.log import blocking
 from services.core.broker.log.data_folder import DataFolder
-from services.core.broker.log.topics import create_topic
+from services.core.broker.log.topics import create_topic, delete_topic
 from services.core.broker.record import Record
 from services.core.expiry import untils_of_pem
 from services.core.listening import serve_app
@@ -150,6 +150,24 @@ async def test_a_log_that_is_gone_stays_gone(tmp_path: Path) -> None:
     (tmp_path / "log" / "topics").mkdir(parents=True)
     await look_at_broker(facts)
     assert "orders.db" in facts.broker.problem
+
+
+async def test_a_topic_of_the_log_that_was_deleted(tmp_path: Path) -> None:
+    """Broken: the doctor says that the broker cannot be used when one topic was deleted; or that a topic whose file was lost is
+    only missing, so that somebody makes an empty one in its place."""
+    facts = Facts(NOW, pipes=PipeFile.model_validate({"streams": {"orders": {}, "clicks": {}}}))
+    facts.broker.url = f"log://{tmp_path / 'log'}"
+    folder = await asyncio.to_thread(DataFolder.prepare, tmp_path / "log")
+    for name in ("orders", "clicks"):
+        await asyncio.to_thread(create_topic, folder, TopicSpec(name, 1))
+    await asyncio.to_thread(delete_topic, folder, "orders")
+    await look_at_broker(facts)
+    assert facts.broker.problem == ""
+    assert "orders" in facts.broker.missing
+    assert "clicks" not in facts.broker.missing
+    (tmp_path / "log" / "topics" / "clicks.db").unlink()
+    await look_at_broker(facts)
+    assert "clicks.db" in facts.broker.problem
 
 
 def test_checkpoints_are_looked_for_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
