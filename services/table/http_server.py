@@ -26,6 +26,8 @@ log = structlog.get_logger()
 
 MAX_HEAD_BYTES = 16_384
 MAX_AHEAD_BYTES = 65_536
+JOINED_BYTES = 65_536
+"""Answers to requests that came together are written together, up to this size."""
 IDLE_S = 75.0
 HEAD_S = 10.0
 WRITE_S = 30.0
@@ -119,6 +121,8 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._buffer = b""
+        self._answers: list[bytes] = []
+        self._size = 0
         self._in_head = self._closes = False
         self._task: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
@@ -200,24 +204,27 @@ class Connection(asyncio.Protocol):
 
     def _go_on(self) -> None:
         """Answer what was read, until a request waits."""
+        buffer, at = self._buffer, 0
         while self._task is None and self._drained is None and self._is_writable():
-            end = self._buffer.find(b"\r\n\r\n")
-            if end < 0 or end > MAX_HEAD_BYTES:
-                if len(self._buffer) > MAX_HEAD_BYTES:
+            end = buffer.find(b"\r\n\r\n", at)
+            if end < 0 or end - at > MAX_HEAD_BYTES:
+                if len(buffer) - at > MAX_HEAD_BYTES:
                     detail = (
                         f"The head of the request has more than {MAX_HEAD_BYTES} bytes. Send fewer or shorter headers."
                     )
                     self._send(refuse(Refused(problems.HEAD_TOO_LARGE, detail, ends=True)))
-                    return
-                if not self._buffer:
+                    break
+                if at == len(buffer):
                     self.deadline = self._loop.time() + IDLE_S
                 elif not self._in_head:  # from its first byte on: further ones do not prolong it
                     self.deadline = self._loop.time() + HEAD_S
-                self._in_head = bool(self._buffer)
+                self._in_head = at < len(buffer)
                 break
             self._in_head = False
-            head, self._buffer = self._buffer[:end], self._buffer[end + 4 :]
-            self._answer(head)
+            self._answer(buffer[at:end])
+            at = end + 4
+        self._buffer = buffer[at:] if self._is_writable() else b""
+        self._write_answers()
         if self._transport is not None and self._is_writable() and len(self._buffer) <= MAX_AHEAD_BYTES:
             self._transport.resume_reading()
 
@@ -262,13 +269,22 @@ class Connection(asyncio.Protocol):
             return
         ends = answer.ends or self._closes
         more = answer.more + b"Connection: close\r\n" if ends else answer.more
-        transport.write(
+        self._answers.append(
             b"%b%bContent-Type: %b\r\nContent-Length: %d\r\n%b\r\n%b"
             % (_STATUS[answer.status], self._server.date, answer.media, len(answer.body), more, answer.body)
         )
+        self._size += len(self._answers[-1])
+        if ends or self._size > JOINED_BYTES:
+            self._write_answers()
         if ends:
-            self._buffer = b""
             transport.close()
+
+    def _write_answers(self) -> None:
+        """Each write is a call of the system that may wake the client: the dearest part of a short answer."""
+        if self._answers and self._transport is not None:
+            self._transport.write(b"".join(self._answers))
+        self._answers.clear()
+        self._size = 0
 
 
 def _asks_to_close(connection: str | None) -> bool:
