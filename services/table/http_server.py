@@ -28,6 +28,8 @@ MAX_HEAD_BYTES = 16_384
 MAX_AHEAD_BYTES = 65_536
 JOINED_BYTES = 65_536
 """Answers to requests that came together are written together, up to this size."""
+MAX_KEPT_BYTES = 2048
+"""Longer headers are parsed with each request."""
 IDLE_S = 75.0
 HEAD_S = 10.0
 WRITE_S = 30.0
@@ -36,6 +38,7 @@ SWEEP_S = 0.5
 _LINE = re.compile(rb"([A-Z]{1,20}) (/[!-~]*) HTTP/1\.1")
 _TOKEN = bytes(code for code in range(33, 127) if chr(code) not in '"(),/:;<=>?@[\\]{}')
 _JSON = b"application/json"
+_INVALID = "The bytes are not a valid HTTP/1.1 request."
 
 
 class Request(NamedTuple):
@@ -121,8 +124,10 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._buffer = b""
+        self._block: bytes | None = None
+        self._headers: Mapping[str, str] = {}
         self._answers: list[bytes] = []
-        self._size = 0
+        self._size = self._oks = 0
         self._in_head = self._closes = False
         self._task: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
@@ -233,9 +238,7 @@ class Connection(asyncio.Protocol):
 
     def _answer(self, head: bytes) -> None:
         try:
-            request = parse_head(head, self)
-            self._closes = _asks_to_close(request.headers.get("connection"))
-            found = self._server.handle(request)
+            found = self._server.handle(self._parse(head))
         except Refused as refused:
             found = refuse(refused)
         except Exception as error:
@@ -244,6 +247,23 @@ class Connection(asyncio.Protocol):
             self._send(found)
         else:
             self._task = self._loop.create_task(self._wait(found))
+
+    def _parse(self, head: bytes) -> Request:
+        """Raises Refused, as `parse_headers`. Most clients send the same headers with each request: they are parsed once."""
+        line, _, block = head.partition(b"\r\n")
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise _bad(_INVALID)
+        if block == self._block:
+            headers = self._headers
+        else:
+            headers = parse_headers(block)
+            self._closes = _asks_to_close(headers.get("connection"))
+            if len(block) <= MAX_KEPT_BYTES:
+                self._block, self._headers = block, headers
+        method, target = match.groups()
+        path, _, query = target.decode().partition("?")
+        return Request(method.decode(), path, query, headers, self)
 
     async def _wait(self, work: Coroutine[Any, Any, Answer | None]) -> None:
         answer: Answer | None = None
@@ -264,7 +284,10 @@ class Connection(asyncio.Protocol):
 
     def _send(self, answer: Answer) -> None:
         transport = self._transport
-        _count(answer.status).inc()
+        if answer.status != 200:
+            _count(answer.status).inc()
+        else:
+            self._oks += 1
         if transport is None:
             return
         ends = answer.ends or self._closes
@@ -281,10 +304,12 @@ class Connection(asyncio.Protocol):
 
     def _write_answers(self) -> None:
         """Each write is a call of the system that may wake the client: the dearest part of a short answer."""
+        if self._oks:
+            _count(200).inc(self._oks)
         if self._answers and self._transport is not None:
             self._transport.write(b"".join(self._answers))
         self._answers.clear()
-        self._size = 0
+        self._size = self._oks = 0
 
 
 def _asks_to_close(connection: str | None) -> bool:
@@ -298,13 +323,13 @@ def _count(status: int) -> Counter:
     return metrics.TABLE_REQUESTS.labels(str(status))
 
 
-def parse_head(head: bytes, connection: Connection) -> Request:
-    """Raises Refused; after that the connection ends, because nobody knows where the next request begins."""
-    first, *lines = head.split(b"\r\n")
-    match = _LINE.fullmatch(first)
-    count = len(lines)
-    if match is None or head.count(b"\r") != count or head.count(b"\n") != count:
-        raise _bad("The bytes are not a valid HTTP/1.1 request.")
+def parse_headers(block: bytes) -> Mapping[str, str]:
+    """The lines behind the first one. Raises Refused; after that the connection ends, because nobody knows where the next request
+    begins."""
+    lines = block.split(b"\r\n") if block else []
+    count = max(0, len(lines) - 1)
+    if block.count(b"\r") != count or block.count(b"\n") != count:
+        raise _bad(_INVALID)
     headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.partition(b":")
@@ -320,8 +345,7 @@ def parse_head(head: bytes, connection: Connection) -> Request:
         raise _bad("The header Host is missing.")
     if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
         raise _bad("The request has a body. This server takes none.")
-    path, _, query = match[2].decode().partition("?")
-    return Request(match[1].decode(), path, query, headers, connection)
+    return headers
 
 
 def refuse(refused: Refused) -> Answer:

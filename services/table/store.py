@@ -9,7 +9,8 @@ thread for each would take ten times as long.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -28,9 +29,11 @@ _SETTINGS = (
     "PRAGMA synchronous=NORMAL; PRAGMA mmap_size=0; PRAGMA cache_size=-%d; PRAGMA cell_size_check=ON;"
     "PRAGMA wal_autocheckpoint=2000; PRAGMA journal_size_limit=67108864; PRAGMA trusted_schema=OFF"
 )
+_DAMAGE = (apsw.CorruptError, apsw.NotADBError, apsw.SQLError)
 _WRITE_CACHE_KB, _READ_CACHE_KB = 16_384, 32_768
 _UPSERT = "INSERT OR REPLACE INTO rows VALUES(?,?,?,?,?,?)"
 _SELECT = "SELECT key, value, media, p, o, crc FROM rows WHERE "
+_POINT = _SELECT + "key=?"
 
 
 class Rebuild(Exception):
@@ -91,8 +94,8 @@ class Store:
         except Rebuild:
             self._writer.close(True)
             raise
-        except (apsw.CorruptError, apsw.NotADBError, apsw.SQLError, msgspec.MsgspecError) as error:
-            raise Rebuild("damaged_file", f"{path} is damaged ({error})") from error
+        except (*_DAMAGE, msgspec.MsgspecError) as error:
+            raise _damaged(path, error) from error
 
     @staticmethod
     def remove(path: Path) -> None:
@@ -110,7 +113,14 @@ class Store:
         """Store the changes, in order, and the position behind them, in one transaction. For the writer's thread."""
         newest: dict[bytes, Change] = {change.key: change for change in changes}
         upserts = [
-            (change.key, change.value, change.media, partition, change.offset, _checksum(change, partition))
+            (
+                change.key,
+                change.value,
+                change.media,
+                partition,
+                change.offset,
+                _checksum(change.key, change.value, change.media, partition, change.offset),
+            )
             for change in newest.values()
             if change.value is not None
         ]
@@ -128,8 +138,10 @@ class Store:
 
     def get(self, key: bytes) -> Row | None:
         """The row of a key. Raises Rebuild."""
-        with _checked(self.path):
-            row = self._reader.execute(_SELECT + "key=?", (key,)).fetchone()
+        try:
+            row = self._reader.execute(_POINT, (key,)).fetchone()
+        except _DAMAGE as error:
+            raise _damaged(self.path, error) from error
         return None if row is None else self._intact(row)
 
     def scan(self, prefix: bytes, after: bytes | None, limit: int, max_bytes: int) -> list[Row]:
@@ -188,25 +200,24 @@ class Store:
     def _intact(self, row: tuple[bytes, bytes, str | None, int, int, int]) -> Row:
         key, value, media, partition, offset, crc = row
         try:
-            if crc == _checksum(Change(key, value, media, offset), partition):
+            if crc == _checksum(key, value, media, partition, offset):
                 return Row(key, value, media, partition, offset)
         except TypeError:
             pass
         raise Rebuild("damaged_file", f"a row of {self.path} is altered")
 
 
-class _checked:  # noqa: N801 - used as a function; a generator would cost a read half of its time
+@contextmanager
+def _checked(path: Path) -> Iterator[None]:
     """Turn SQLite's signs of damage into Rebuild."""
+    try:
+        yield
+    except _DAMAGE as error:
+        raise _damaged(path, error) from error
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, apsw.CorruptError | apsw.NotADBError | apsw.SQLError):
-            raise Rebuild("damaged_file", f"{self._path} is damaged ({error})") from error
+def _damaged(path: Path, error: Exception) -> Rebuild:
+    return Rebuild("damaged_file", f"{path} is damaged ({error})")
 
 
 def _connect(path: Path, cache_kb: int) -> apsw.Connection:
@@ -218,9 +229,8 @@ def _connect(path: Path, cache_kb: int) -> apsw.Connection:
     return connection
 
 
-def _checksum(change: Change, partition: int) -> int:
-    head = f"{partition}:{change.offset}:{change.media}:{len(change.key)}".encode()
-    return crc32(change.value or b"", crc32(change.key, crc32(head)))
+def _checksum(key: bytes, value: bytes, media: str | None, partition: int, offset: int) -> int:
+    return crc32(value, crc32(key, crc32(f"{partition}:{offset}:{media}:{len(key)}".encode())))
 
 
 def _behind(prefix: bytes) -> bytes | None:
