@@ -297,7 +297,7 @@ class Follower:
         store = self.store
         assert store is not None
         position = Position(piece.next, self.fresh[piece.partition])
-        await self._blocking(lambda: store.apply(piece.partition, piece.changes, position))
+        await self._write(store, lambda: store.apply(piece.partition, piece.changes, position))
         self.nexts[piece.partition] = piece.next
         self._measure()
         self._recent.append(piece)
@@ -324,7 +324,7 @@ class Follower:
         store = self.store
         assert store is not None
         positions = {p: Position(offset, self.fresh[p]) for p, offset in self.nexts.items()}
-        await self._blocking(lambda: store.mark_fresh(positions))
+        await self._write(store, lambda: store.mark_fresh(positions))
         metrics.TABLE_KEYS.labels(self.stream).set(await self._blocking(store.count))
         self._saved = asked
 
@@ -359,6 +359,11 @@ class Follower:
             log.error(
                 "table_waits", stream=self.stream, error=str(error), hint="it is tried again; the table falls behind"
             )
+
+    async def _write(self, store: Store, work: Callable[[], None]) -> None:
+        store.hold(is_allowed=False)
+        await self._blocking(work)
+        store.hold(is_allowed=True)
 
     async def _blocking(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

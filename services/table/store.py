@@ -91,6 +91,7 @@ class Store:
                 self._create()
             self._check()
             self._reader = _connect(path, _READ_CACHE_KB)
+            self._begins = False
         except Rebuild:
             self._writer.close(True)
             raise
@@ -113,16 +114,9 @@ class Store:
         """Store the changes, in order, and the position behind them, in one transaction. For the writer's thread."""
         newest: dict[bytes, Change] = {change.key: change for change in changes}
         upserts = [
-            (
-                change.key,
-                change.value,
-                change.media,
-                partition,
-                change.offset,
-                _checksum(change.key, change.value, change.media, partition, change.offset),
-            )
-            for change in newest.values()
-            if change.value is not None
+            (key, value, media, partition, offset, _checksum(key, value, media, partition, offset))
+            for key, value, media, offset in newest.values()
+            if value is not None
         ]
         deletes = [(change.key,) for change in newest.values() if change.value is None]
         with _checked(self.path), self._writer:
@@ -136,9 +130,19 @@ class Store:
             rows = [(p, *position) for p, position in positions.items()]
             self._writer.executemany("INSERT OR REPLACE INTO positions VALUES(?,?,?)", rows)
 
+    def hold(self, *, is_allowed: bool) -> None:
+        """Whether point reads may be one transaction, up to the next call: to begin and end one takes longer than a warm read. Not
+        while rows are written: it would not see them, and would keep SQLite from emptying its WAL."""
+        if self._reader.in_transaction:
+            self._reader.execute("COMMIT")
+        self._begins = is_allowed
+
     def get(self, key: bytes) -> Row | None:
         """The row of a key. Raises Rebuild."""
         try:
+            if self._begins:
+                self._begins = False
+                self._reader.execute("BEGIN")
             row = self._reader.execute(_POINT, (key,)).fetchone()
         except _DAMAGE as error:
             raise _damaged(self.path, error) from error
