@@ -21,7 +21,7 @@ from services.core.offset_token import Token, format_token, parse_token
 from services.table import problems
 from services.table.access import Access, unknown_table
 from services.table.follower import Applied, Follower
-from services.table.http_server import Answer, Request
+from services.table.http_server import JSON, Answer, Request
 from services.table.problems import Refused
 from services.table.snapshots import Snapshots
 from services.table.store import Change, Rebuild, Row, Store, now_ms
@@ -56,23 +56,25 @@ class Api:
 
     def handle(self, request: Request) -> Answer | Coroutine[Any, Any, Answer | None]:
         """Answer one request. Raises Refused."""
-        key = self._access.authenticate(request) if request.path not in self._documents else None
+        path = request.path
+        document = self._documents.get(path)
+        key = self._access.authenticate(request) if document is None else None
         if request.method != "GET":
             raise Refused(problems.METHOD_NOT_ALLOWED, "This path allows only GET.", allow="GET")
-        if (document := self._documents.get(request.path)) is not None:
+        if document is not None:
             return Answer(200, document)
-        if request.path.startswith(_SNAPSHOT):
-            follower = self._find(request.path[len(_SNAPSHOT) :], key)
+        if path.startswith(_TABLES):
+            stream, slash, rest = path[len(_TABLES) :].partition("/")
+            follower = self._find(stream, key)
+            if not slash:
+                return self._range(follower, request)
+            if rest == "" and request.query == "":
+                raise Refused(problems.BAD_KEY, "The key is empty.")
+            return self._point(follower, rest, request)
+        if path.startswith(_SNAPSHOT):
+            follower = self._find(path[len(_SNAPSHOT) :], key)
             return self._snapshots.send(follower, self._open(follower), request)
-        if not request.path.startswith(_TABLES):
-            raise Refused(problems.NOT_FOUND, "Nothing is at this path. GET /openapi.json lists the paths.")
-        stream, slash, rest = request.path[len(_TABLES) :].partition("/")
-        follower = self._find(stream, key)
-        if not slash:
-            return self._range(follower, request)
-        if rest == "" and request.query == "":
-            raise Refused(problems.BAD_KEY, "The key is empty.")
-        return self._point(follower, rest, request)
+        raise Refused(problems.NOT_FOUND, "Nothing is at this path. GET /openapi.json lists the paths.")
 
     def _find(self, stream: str, key: ApiKey | None) -> Follower:
         """Raises Refused."""
@@ -105,11 +107,12 @@ class Api:
             raise _damaged(follower, rebuild) from None
         if row is None:
             raise Refused(problems.KEY_NOT_FOUND, "No event of the stream has this key, or its newest one deleted it.")
-        tag = f'"{follower.topic}.{row.partition}:{row.offset}"'
+        _, value, media, partition, offset = row
+        tag = f'"{follower.topic}.{partition}:{offset}"'
         more = b"ETag: %b\r\n" % tag.encode()
         if request.headers.get("if-none-match") == tag:
             return Answer(304, b"", more=more)
-        return Answer(200, row.value, (row.media or "application/json").encode(), more)
+        return Answer(200, value, JSON if media is None else media.encode(), more)
 
     # Ranges.
 

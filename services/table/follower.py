@@ -76,7 +76,9 @@ class Follower:
         self.ends: dict[int, int] = {}
         """By partition, the end of the stream when it was last asked."""
         self.fresh: dict[int, int] = {}
-        """By partition, when (ms) the table was last at the end, or began to be built."""
+        """By partition, when (ms) the table was last at the end, or began to be built. Changed by `_mark`."""
+        self.fresh_ms = 0
+        """The time up to which the table has everything."""
         self.reached: set[int] = set()
         """The partitions of which the table was at the end, since it was opened or built again."""
         self.built = 0
@@ -107,11 +109,6 @@ class Follower:
             if late > behind_ms
             else None
         )
-
-    @property
-    def fresh_ms(self) -> int:
-        """The time up to which the table has everything."""
-        return min(self.fresh.values(), default=0)
 
     def has(self, ends: Mapping[int, int]) -> bool:
         """Whether the table has these offsets, by partition."""
@@ -224,7 +221,7 @@ class Follower:
         positions = await self._blocking(store.positions)
         self.store, self.topic = store, mark_of(meta.incarnation)
         self.nexts = {p: position.next for p, position in positions.items()}
-        self.fresh = {p: position.fresh_ms for p, position in positions.items()}
+        self._mark({p: position.fresh_ms for p, position in positions.items()})
         metrics.TABLE_KEYS.labels(self.stream).set(await self._blocking(store.count))
         log.info("table_opened", stream=self.stream, file=str(self._path), positions=self.nexts)
 
@@ -239,7 +236,7 @@ class Follower:
             start = self.nexts.get(partition)
             if start is None:
                 start = self.nexts[partition] = one.start
-                self.fresh[partition] = asked
+                self._mark({**self.fresh, partition: asked})
             if not one.start <= start <= one.end:
                 self._checked_at = float("-inf")
                 await self._check_incarnation()  # the usual cause, which has a name of its own
@@ -260,6 +257,9 @@ class Follower:
         if self.fresh:
             metrics.TABLE_BEHIND.labels(self.stream).set(max(0, now_ms() - self.fresh_ms) / 1000)
 
+    def _mark(self, fresh: dict[int, int]) -> None:
+        self.fresh, self.fresh_ms = fresh, min(fresh.values(), default=0)
+
     def _reach(self, partition: int, asked: int) -> None:
         """The table has all that the partition held at `asked`. Raises Rebuild when a tombstone may be missing."""
         away = asked - self.fresh[partition]
@@ -269,7 +269,7 @@ class Follower:
                 f"{self.max_age_ms / 1000:.0f} s. Try: a longer retention of the stream"
             )
             raise Rebuild("away_too_long", detail)
-        self.fresh[partition] = asked
+        self._mark({**self.fresh, partition: asked})
         self.reached.add(partition)
 
     async def _check_incarnation(self) -> None:
@@ -335,7 +335,8 @@ class Follower:
         log.error("table_rebuilt", stream=self.stream, reason=rebuild.reason, detail=str(rebuild), hint=hint)
         await self.close()
         self._rebuild, self.trouble = None, f"built again: {rebuild}"
-        self.nexts, self.fresh, self.ends, self.reached = {}, {}, {}, set()
+        self.nexts, self.ends, self.reached = {}, {}, set()
+        self._mark({})
         self.built += 1
         self._recent.clear()
         self._recent_bytes = 0

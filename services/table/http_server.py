@@ -37,7 +37,7 @@ WRITE_S = 30.0
 SWEEP_S = 0.5
 _LINE = re.compile(rb"([A-Z]{1,20}) (/[!-~]*) HTTP/1\.1")
 _TOKEN = bytes(code for code in range(33, 127) if chr(code) not in '"(),/:;<=>?@[\\]{}')
-_JSON = b"application/json"
+JSON = b"application/json"
 _INVALID = "The bytes are not a valid HTTP/1.1 request."
 
 
@@ -56,7 +56,7 @@ class Answer(NamedTuple):
 
     status: int
     body: bytes
-    media: bytes = _JSON
+    media: bytes = JSON
     more: bytes = b""
     ends: bool = False
 
