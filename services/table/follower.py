@@ -87,11 +87,10 @@ class Follower:
         self.turns = Turns(f"following {stream}")
         self._broker, self._path, self._thread = broker, folder / f"{stream}.db", thread
         self._recent: deque[Applied] = deque()
-        self._recent_bytes = 0
+        self._recent_bytes = self._saved = 0
         self._waiters: list[tuple[Mapping[int, int], asyncio.Future[None]]] = []
-        self._changed = asyncio.Event()
+        self._changed, self._wanted = asyncio.Event(), asyncio.Event()
         self._checked_at = float("-inf")
-        self._saved = 0
         self._rebuild: Rebuild | None = None
         self._asking = asyncio.Lock()
         self._begin = begin
@@ -125,14 +124,13 @@ class Follower:
             future.set_result(None)
         else:
             self._waiters.append((ends, future))
+            self._wanted.set()
         return future
 
     def recent(self, partition: int, offset: int) -> Applied | None:
         """The piece that holds this offset, or begins at it, when it is still in memory."""
-        for piece in self._recent:
-            if piece.partition == partition and piece.start <= offset < piece.next:
-                return piece
-        return None
+        found = (one for one in self._recent if one.partition == partition and one.start <= offset < one.next)
+        return next(found, None)
 
     async def read(self, partition: int, offset: int) -> Applied | None:
         """A piece of the stream from this offset on, as far as the table has it. None: there is none. Raises BrokerError
@@ -148,12 +146,7 @@ class Follower:
 
     async def wait_change(self, seconds: float) -> None:
         """Wait until the table changes, at most so long."""
-        changed = self._changed
-        try:
-            async with asyncio.timeout(seconds):
-                await changed.wait()
-        except TimeoutError:
-            return
+        await wait_for_stop(self._changed, seconds)
 
     async def is_present(self) -> bool:
         """Whether the broker has no other topic of this name by now. Callers wait for each other. Raises BrokerError kinds."""
@@ -205,7 +198,8 @@ class Follower:
             self.trouble = None
             self.turns.next()
             if not moved:
-                await wait_for_stop(stopping, IDLE_S)
+                await wait_for_stop(self._wanted, IDLE_S)  # who waits for a token knows that there is more
+            self._wanted.clear()
 
     async def _open(self) -> None:
         meta = Meta(FORMAT, self.stream, await self._broker.admin.incarnation(self.stream))
@@ -294,10 +288,8 @@ class Follower:
         metrics.TABLE_RECORDS.labels(self.stream).inc(len(batch.records))
 
     async def _apply(self, piece: Applied) -> None:
-        store = self.store
-        assert store is not None
         position = Position(piece.next, self.fresh[piece.partition])
-        await self._write(store, lambda: store.apply(piece.partition, piece.changes, position))
+        await self._write(lambda one: one.apply(piece.partition, piece.changes, position))
         self.nexts[piece.partition] = piece.next
         self._measure()
         self._recent.append(piece)
@@ -324,7 +316,7 @@ class Follower:
         store = self.store
         assert store is not None
         positions = {p: Position(offset, self.fresh[p]) for p, offset in self.nexts.items()}
-        await self._write(store, lambda: store.mark_fresh(positions))
+        await self._write(lambda one: one.mark_fresh(positions))
         metrics.TABLE_KEYS.labels(self.stream).set(await self._blocking(store.count))
         self._saved = asked
 
@@ -361,9 +353,11 @@ class Follower:
                 "table_waits", stream=self.stream, error=str(error), hint="it is tried again; the table falls behind"
             )
 
-    async def _write(self, store: Store, work: Callable[[], None]) -> None:
+    async def _write(self, work: Callable[[Store], None]) -> None:
+        store = self.store
+        assert store is not None
         store.hold(is_allowed=False)
-        await self._blocking(work)
+        await self._blocking(lambda: work(store))
         store.hold(is_allowed=True)
 
     async def _blocking(self, work: Callable[[], Result]) -> Result:

@@ -131,8 +131,8 @@ class Store:
             self._writer.executemany("INSERT OR REPLACE INTO positions VALUES(?,?,?)", rows)
 
     def hold(self, *, is_allowed: bool) -> None:
-        """Whether point reads may be one transaction, up to the next call: to begin and end one takes longer than a warm read. Not
-        while rows are written: it would not see them, and would keep SQLite from emptying its WAL."""
+        """Whether the point reads up to the next call may be one transaction: to begin and end one takes longer than a warm read.
+        Not while rows are written: it would not see them, and would keep SQLite from emptying its WAL."""
         if self._reader.in_transaction:
             self._reader.execute("COMMIT")
         self._begins = is_allowed

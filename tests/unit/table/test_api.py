@@ -235,10 +235,12 @@ class FakeTransport:
 
     def __init__(self) -> None:
         self.written = b""
+        self.writes = 0
         self.aborted = False
 
     def write(self, data: bytes) -> None:
         self.written += data
+        self.writes += 1
 
     def abort(self) -> None:
         self.aborted = True
@@ -261,6 +263,38 @@ async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
             assert (reply.status, reply.body) == (200, b"1")
             assert (await client.request(b"")).status == 404
             assert (await client.request(b"")).status == 200
+
+
+async def test_answers_to_requests_that_come_together_are_written_together() -> None:
+    """Broken: each answer costs a call of the system, or a client that sends many requests makes one write without a bound."""
+    server = HttpServer(lambda _: Answer(200, b"x" * 1000), max_connections=1)
+    connection, transport = Connection(server), FakeTransport()
+    connection.connection_made(transport)  # type: ignore[arg-type]
+    connection.data_received(make_get("/") * 10 + make_get("/")[:-1])
+    assert (transport.writes, transport.written.count(b"HTTP/1.1 200")) == (1, 10)
+    before = REGISTRY.get_sample_value("penstock_table_requests_total", {"status": "200"}) or 0.0
+    connection.data_received(b"\n" + make_get("/") * 99)
+    assert transport.writes == 3, "100 answers have more than JOINED_BYTES"
+    assert transport.written.count(b"HTTP/1.1 200") == 110
+    assert REGISTRY.get_sample_value("penstock_table_requests_total", {"status": "200"}) == before + 100
+
+
+async def test_headers_that_differ_from_those_before(tmp_path: Path) -> None:
+    """Broken: a request is judged by the headers of an earlier one on its connection, or by a key that was revoked since."""
+    path = f"/v1/tables/{STREAM}/none"
+    token, entry = make_key(streams=[STREAM], scopes=["read"], created="2026-01-01T00:00:00Z")
+    async with running(tmp_path) as table:
+        await table.caught_up()
+        async with Client(table.port) as client:
+            for headers, status in [({}, 404), ({"Host": "example.org"}, 421), ({"X": "x" * 5000}, 404), ({}, 404)]:
+                assert (await client.request(make_get(path, **headers))).status == status
+            table.access.ring = KeyRing([entry])
+            assert (await client.request(make_get(path))).status == 401
+            keyed = make_get(path, Authorization=f"Bearer {token}")
+            assert [(await client.request(keyed)).status for _ in range(2)] == [404, 404]
+            table.access.ring = KeyRing([])
+            assert (await client.request(keyed)).status == 401
+            assert (await client.request(b"GET / HTTP/1.1\r\n\r\n")).status == 400
 
 
 async def test_keys(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.retention import enforce
 from services.core.keys import KeyRing, make_key
-from services.table import http_server
-from services.table.store import Store
+from services.table import follower, http_server
+from services.table.store import FORMAT, Change, Meta, Position, Store
 from tests.unit.table.running import STREAM, Table, make_get, running
 
 
@@ -246,6 +247,46 @@ async def test_a_token_that_is_reached_before_the_wait_begins(tmp_path: Path) ->
         waiting = table.follower.reach({0: 0})
         assert waiting is not None
         assert waiting.done()
+
+
+async def test_a_token_ends_the_pause_of_a_quiet_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: each read of one's own write waits for the next look at the stream."""
+    over = asyncio.Event()
+
+    async def wait(event: asyncio.Event, _limit: float) -> None:
+        waits = [asyncio.ensure_future(one.wait()) for one in (event, over)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for one in waits:
+            one.cancel()
+
+    async with running(tmp_path) as table:
+        await table.caught_up()
+        monkeypatch.setattr(follower, "wait_for_stop", wait)
+        try:
+            for number in range(5):
+                token = await table.put("a", b"%d" % number)
+                reply = await table.get(f"/a?at_least={token}")
+                assert (reply.status, reply.body) == (200, b"%d" % number)
+        finally:
+            over.set()
+
+
+def test_a_transaction_of_reads_ends_before_rows_are_written(tmp_path: Path) -> None:
+    """Broken: a table shows old rows for ever, or its WAL grows without a bound."""
+    store = Store(tmp_path / "table.db", Meta(FORMAT, STREAM, "1"))
+    for number in range(5):
+        store.hold(is_allowed=False)
+        store.apply(0, [Change(b"a", b"%d" % number, None, number)], Position(number + 1, 1))
+        with closing(apsw.Connection(str(store.path))) as other:
+            busy, *_ = other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()[0]
+        assert not busy, "a read keeps SQLite from emptying its WAL"
+        store.hold(is_allowed=True)
+        for _ in range(2):
+            row = store.get(b"a")
+            assert row is not None
+            assert row.value == b"%d" % number
+        assert [one.value for one in store.scan(b"", None, 10, 1000)] == [b"%d" % number]
+    store.close()
 
 
 async def test_a_full_disk_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
