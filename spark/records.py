@@ -5,7 +5,7 @@ offset is a text. Between them is the **view**, the columns that a transform see
 it light.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -62,6 +62,7 @@ class OffsetRange(NamedTuple):
 
 
 Offsets = dict[tuple[str, int], int]
+Begins = Mapping[str, Mapping[int, int]]
 """The next offset to read, by topic and partition."""
 
 

@@ -8,6 +8,7 @@ again. The newest mark of a pipe counts. A pipe that began before this version g
 
 import asyncio
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Literal
 
@@ -28,10 +29,18 @@ SERVICE = "transform"
 """The writer of `begun`."""
 
 
+class Begin(msgspec.Struct, frozen=True):
+    """Where a new checkpoint begins in a topic. incarnation: of the topic. offsets: by partition; others begin at their start."""
+
+    incarnation: str
+    offsets: dict[int, int]
+
+
 class TransformMark(msgspec.Struct, frozen=True):
     """checkpoint: its id; "": not known. by: a user, or the service. at: ms since the epoch. version: of this format.
 
     plan: of a transform that has left state over several events: what it keeps. None in marks of earlier versions, too.
+    begins: of a reset to a time, by topic. Version 0.1 does not know it, and begins at the oldest record.
     """
 
     state: Literal["begun", "reset"]
@@ -40,6 +49,7 @@ class TransformMark(msgspec.Struct, frozen=True):
     at: int
     version: int = _VERSION
     plan: StatePlan | None = None
+    begins: dict[str, Begin] = {}
 
     @property
     def has_begun(self) -> bool:
@@ -113,8 +123,9 @@ async def write_transform_mark(
     checkpoint: str,
     by: str,
     plan: StatePlan | None = None,
+    begins: Mapping[str, Begin] | None = None,
 ) -> None:
     """Write it durably. Raises BrokerError kinds; UnknownTopic without the control topic."""
-    mark = TransformMark(state, checkpoint, by, time.time_ns() // 1_000_000, plan=plan)
+    mark = TransformMark(state, checkpoint, by, time.time_ns() // 1_000_000, plan=plan, begins=dict(begins or {}))
     record = Record(f"{_KEY}{pipe}".encode(), msgspec.json.encode(mark), mark.at)
     (await producer.send_to(CONTROL, {0: [record]})).raise_first()

@@ -1,5 +1,5 @@
 """Resets a transform. Spark keeps its position in a checkpoint, in the data folder. Without the checkpoint, the transform reads
-its sources from the oldest event again, and writes as a new writer.
+its sources from the oldest event again, or from the offsets in the mark, and writes as a new writer.
 
 The audit is written first, then the mark that the transform has begun is taken back, then the checkpoint gets another name: after
 a crash in between, the same command does all again. Without a checkpoint here, the mark alone lets the transform begin again.
@@ -10,35 +10,56 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 from services.core.audit import RESET, write_moves
-from services.core.broker.contract import Broker, Lag
+from services.core.broker.contract import Broker, Lag, PartitionRange
 from services.core.broker.producer import Producer
 from services.core.broker.record import TopicPartition
 from services.core.folders import sync_folder
-from services.core.transform_marks import TransformMark, write_transform_mark
+from services.core.transform_marks import Begin, TransformMark, write_transform_mark
 from services.fleet.offsets import Move, PartitionOffsets, audited, count_events
 from services.fleet.problem import CommandFailed
 
 
-async def plan_restart(broker: Broker, sources: Sequence[str]) -> list[Move]:
-    """The moves of a transform that reads these streams from their oldest event again. Raises BrokerError kinds."""
+async def plan_restart(broker: Broker, sources: Sequence[str], since: datetime | None = None) -> list[Move]:
+    """The moves of a transform that reads these streams again, from their oldest event or from the first one since a time.
+
+    Raises CommandFailed where a transform cannot begin at a time, and BrokerError kinds.
+    """
+    if since is not None and not broker.features.contiguous_offsets:
+        raise CommandFailed("on Kinesis a transform cannot begin at a time", "--to-earliest", status=2)
     moves = []
     for topic in sources:
+        begins = {} if since is None else await broker.reader.offsets_at(topic, since)
         for number, held in sorted((await broker.reader.describe(topic)).items()):
             now = PartitionOffsets(TopicPartition(topic, number), held, None, Lag(0, 0))
-            moves.append(await count_events(broker, Move(now, held.start, held)))
+            to = min(max(begins.get(number, held.start), held.start), held.end)
+            moves.append(await count_events(broker, Move(now, to, PartitionRange(to, held.end))))
     return moves
 
 
 async def record_restart(
-    producer: Producer, pipe: str, moves: Sequence[Move], mark: TransformMark | None, who: str
+    broker: Broker,
+    producer: Producer,
+    pipe: str,
+    moves: Sequence[Move],
+    mark: TransformMark | None,
+    who: str,
+    *,
+    dated: bool,
 ) -> None:
-    """Write the audit, then take the mark back. Raises BrokerError kinds."""
+    """Write the audit, then the mark: without a checkpoint the transform begins again, where the moves end if dated. Raises
+    BrokerError kinds.
+    """
+    begins: dict[str, Begin] = {}
+    for topic in dict.fromkeys(move.now.source.topic for move in moves) if dated else ():
+        offsets = {move.now.source.partition: move.to for move in moves if move.now.source.topic == topic}
+        begins[topic] = Begin(await broker.admin.incarnation(topic), offsets)
     await write_moves(producer, RESET, who, {"transform": pipe}, audited(moves))
-    if mark is not None and mark.has_begun:
-        await write_transform_mark(producer, pipe, "reset", mark.checkpoint, who)
+    if begins or (mark is not None and (mark.has_begun or mark.begins)):
+        await write_transform_mark(producer, pipe, "reset", "" if mark is None else mark.checkpoint, who, begins=begins)
 
 
 def no_checkpoint(folder: Path) -> CommandFailed:

@@ -18,7 +18,7 @@ from services.core.broker.record import Record
 from services.core.ledger.age import Age
 from services.core.pipes import PipeFile
 from services.core.yaml_source import BadConfiguration, Problem
-from spark.records import OffsetRange, Offsets, cut_evenly, from_arrow
+from spark.records import Begins, OffsetRange, Offsets, cut_evenly, from_arrow
 from spark.reports import (
     NO_ORIGINS,
     ORIGINS,
@@ -185,11 +185,13 @@ class SparkBroker(ABC):
         *,
         checkpoint: str,
         name: str | None = None,
+        begins: Begins | None = None,
     ) -> DataFrame:
         """Raw records as a stream, from the topics' starts, at most about max_events a micro-batch (None: real-time).
 
         checkpoint: of the query that will run, a URI; empty for a frame that never runs. name: of the source in the checkpoint;
-        letters, digits and _. The query fails when the next records are missing or damaged.
+        letters, digits and _. begins: for a checkpoint without positions, the offset of some partitions, by topic; one that is
+        not stored any more is the nearest. The query fails when the next records are missing or damaged.
         """
 
     @abstractmethod
@@ -267,8 +269,10 @@ class DataSourceBroker(SparkBroker):
         *,
         checkpoint: str,
         name: str | None = None,
+        begins: Begins | None = None,
     ) -> DataFrame:
         options = {"broker": self._url, "topics": ",".join(topics), "max_events": str(max_events)}
+        options["begins"] = json.dumps({topic: begins[topic] for topic in topics if begins and topic in begins})
         return open_stream(session, name).format(NAME).options(**options).load()
 
     def parse_offsets(self, line: str, checkpoint: str) -> Offsets:

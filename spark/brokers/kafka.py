@@ -32,7 +32,7 @@ from spark.brokers.existing import ReadTopic, run_of, translate
 from spark.brokers.kafka_login import ClientLogin
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, jvm
-from spark.records import DIGITS, HEADERS, LATEST_MS, OUT, OUT_SCHEMA, RAW_NAMES, OffsetRange, Offsets, to_arrow
+from spark.records import DIGITS, HEADERS, LATEST_MS, OUT, OUT_SCHEMA, RAW_NAMES, Begins, OffsetRange, Offsets, to_arrow
 
 REQUEST_MS = 30_000
 _SINK = {
@@ -130,13 +130,26 @@ class KafkaSparkBroker(SparkBroker):
         *,
         checkpoint: str,
         name: str | None = None,
+        begins: Begins | None = None,
     ) -> DataFrame:
         options = _SOURCE | {"subscribe": ",".join(self._full(topics)), "startingOffsets": "earliest"}
+        if chosen := {topic: begins[topic] for topic in topics if begins and topic in begins}:
+            options["startingOffsets"] = self._starting(session, topics, chosen)
         if max_events is not None:
             options["maxOffsetsPerTrigger"] = str(max_events)
         options = self._with_servers(options)
         read = self._read_topics(session, topics)
         return self._to_raw(open_stream(session, name).format("kafka").options(**options).load(), read)
+
+    def _starting(self, session: SparkSession, topics: Sequence[str], begins: Mapping[str, Mapping[int, int]]) -> str:
+        """Spark wants all partitions, and of each an offset that is stored."""
+        found: dict[str, dict[str, int]] = {}
+        for part in self.stored_ranges(session, topics):
+            wanted = begins.get(part.topic, {}).get(part.partition, part.start)
+            found.setdefault(self._full_name(part.topic), {})[str(part.partition)] = min(
+                max(wanted, part.start), part.end
+            )
+        return json.dumps(found)
 
     def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
         starts: dict[str, dict[str, int]] = {}

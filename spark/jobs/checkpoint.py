@@ -63,8 +63,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     kind: how the transform runs, which decides what else is in the folder. ran: a batch was stored. state: `Prepared.state`;
     empty in checkpoints of earlier versions, too. named: whether Spark keeps the offsets of each source under its name, so that
     sources may be added, removed and reordered; else in their order, as earlier versions did. removed: streams that were sources
-    once, and are none now. plan: what the state consists of; None in checkpoints of earlier versions, too. version: of the format
-    of the whole folder, Spark's files included. penstock: the version that wrote it; "" before 0.2.
+    once, and are none now. plan: what the state consists of; None in checkpoints of earlier versions, too. begins: offsets by
+    topic and partition at which it begins, instead of the oldest records. version: of the format of the whole folder, Spark's
+    files included. penstock: the version that wrote it; "" before 0.2.
     """
 
     id: str
@@ -79,6 +80,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     named: bool = False
     removed: list[str] = []
     plan: StatePlan | None = None
+    begins: dict[str, dict[int, int]] = {}
 
 
 class _Head(msgspec.Struct):

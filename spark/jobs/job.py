@@ -338,6 +338,7 @@ class Job:
             watchdog=self._watchdog,
             figures=self._figures,
             named_sources=identity.named,
+            begins=identity.begins,
         )
         check_not_older(query)
         enter_mode(query, identity.kind)

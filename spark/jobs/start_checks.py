@@ -171,6 +171,15 @@ def _new_identity(
         raise checkpoint.damaged("penstock.json is missing")
     if mark is not None and mark.has_begun:
         raise _replaced(checkpoint, prepared.pipe, "it is gone", mark)
+    begins = {} if mark is None else mark.begins
+    if begins and prepared.plan is not None:
+        raise CheckpointDamaged(
+            f"checkpoint {checkpoint.path}: the transform keeps state over several events, so it cannot begin at a time: its "
+            f"first results would lack what came before. Try: penstock group reset {prepared.pipe} --to-earliest"
+        )
+    for topic, begin in begins.items():
+        if topics.get(topic, begin.incarnation) != begin.incarnation:
+            raise checkpoint.damaged(f"topic {topic!r} was deleted and created again since the reset to a time")
     return Identity(
         id=uuid.uuid4().hex,
         pipe=prepared.pipe,
@@ -180,6 +189,7 @@ def _new_identity(
         state=prepared.state,
         named=(named := names_sources(prepared)),
         plan=_plan(prepared, named=named),
+        begins={topic: begin.offsets for topic, begin in begins.items() if topic in topics},
     )
 
 

@@ -70,11 +70,19 @@ class LogStreamReader(DataSourceStreamReader):
         self._path = _path(options)
         self._topics = options["topics"].split(",")
         self._max_events = int(options["max_events"])
+        begins = json.loads(options.get("begins", "{}"))
+        self._begins = {topic: {int(p): n for p, n in part.items()} for topic, part in begins.items()}
         self._readers: dict[str, TopicReader] = {}
 
     def initialOffset(self) -> Offset:  # noqa: N802 - pyspark's name
-        """None is read. The first batch notes where each partition began."""
-        return pack_offsets({})
+        """None is read. The first batch notes where each partition began that has no offset here."""
+        topics = {}
+        for topic in self._begins.keys() & set(self._topics):
+            incarnation, stored = self._stored(topic)
+            begins = self._begins[topic]
+            known = {p: min(max(n, stored[p].start), stored[p].end) for p, n in begins.items() if p in stored}
+            topics[topic] = (incarnation, known)
+        return pack_offsets(topics)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - pyspark's name
         return ReadMaxRows(self._max_events)

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from services.core.broker.log.topics import create_topic, delete_topic
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.pauses import Pause
+from services.core.transform_marks import Begin, TransformMark
 from spark.brokers.contract import measure_backlog
 from spark.brokers.log import LogSparkBroker
 from spark.health import QueryState, Watchdog
@@ -153,6 +155,32 @@ def test_transform_may_change(pipeline: LogPipeline) -> None:
     pipeline.run(pipeline.pipe(columns=COLUMNS, sql="SELECT event, delay + 1 AS later FROM s", max_events=10), 40)
     assert ids(pipeline) == sorted(f"id-{n}" for n in range(40))
     assert sum(b"later" in (r.value or b"") for r in pipeline.out) == 10
+
+
+def test_begins_where_a_reset_to_a_time_says(pipeline: LogPipeline, spark: SparkSession) -> None:
+    """If this fails, a transform reads all its sources again after a loss; or skips events behind its first batch; or takes
+    offsets of a topic for those of another one of its name."""
+    chosen, checkpoint = run_first(pipeline)
+    checkpoint.rename(checkpoint.with_name("former"))
+    incarnation = LogSparkBroker(str(pipeline.log)).identify(spark, ["s"])["s"]
+    offsets = {partition: held.end - 1 for partition, held in blocking.ends(pipeline.log, "s").items() if held.end}
+
+    def reset(topic: str) -> None:
+        pipeline.marks.newest["p"] = TransformMark("reset", "", "ann", 1, begins={"s": Begin(topic, offsets)})
+
+    reset("0" * 32)
+    with (
+        pytest.raises(CheckpointDamaged, match="'s' was deleted and created again since the reset"),
+        pipeline.query(chosen),
+    ):
+        pass
+    reset(incarnation)
+    pipeline.send(flights(30, 40))
+    pipeline.run(chosen, 40 + len(offsets))
+    pipeline.run(chosen, 40 + len(offsets))  # from its checkpoint, although that knows where it began
+    counts = Counter(ids(pipeline))
+    assert counts.keys() == {f"id-{n}" for n in range(40)}
+    assert sorted(counts.values()) == [1] * (40 - len(offsets)) + [2] * len(offsets)
 
 
 def test_batch_that_was_stored_is_not_stored_again(pipeline: LogPipeline) -> None:

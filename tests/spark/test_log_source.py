@@ -1,5 +1,6 @@
 """The embedded log as a Spark source and sink: exact ranges, exact refusals, each batch once."""
 
+import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,26 @@ def test_a_stream_whose_first_records_are_gone(tmp_path: Path) -> None:
     (task,) = reader("s,u").partitions(before, planned)
     with pytest.raises(OffsetOutOfRange, match=r"u\[0\]: offset 10 is outside of the stored range 30 to 40"):
         list(two.read(task))
+
+
+def test_a_new_checkpoint_begins_at_an_offset(tmp_path: Path) -> None:
+    """If this fails, a transform that was reset to a time reads everything, skips events, or asks for what is gone."""
+    folder = DataFolder.prepare(tmp_path)
+    create_topic(folder, TopicSpec("s", 3))
+    for first in range(0, 40, 10):
+        records = [event(n, b"{}") for n in range(first, first + 10)]
+        blocking.append(tmp_path, "s", dict.fromkeys(range(3), records))
+    with closing(TopicStore.open(folder, "s")) as store:
+        remove_before(store, 1, 20)
+    options = {"broker": f"log://{tmp_path}", "topics": "s", "max_events": "100"}
+    begun = LogStreamReader(options | {"begins": json.dumps({"s": {0: 35, 1: 5}, "t": {0: 1}})})
+    planned = begun.latestOffset(begun.initialOffset(), ReadMaxRows(1000))
+    tasks: Any = begun.partitions(begun.initialOffset(), planned)
+    assert sorted(part for task in tasks for part in task.ranges) == [
+        OffsetRange("s", 0, 35, 40),
+        OffsetRange("s", 1, 20, 40),  # the nearest that is stored
+        OffsetRange("s", 2, 0, 40),
+    ]
 
 
 def test_small_ranges_share_a_task() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -166,7 +167,8 @@ def _show_transforms(
         "penstock group reset orders/crm --to 2h\n"
         "penstock group reset orders/crm --to-offset 0:4712 --to-offset 1:4698 --yes\n"
         "penstock group reset orders/crm --to-offset orders.retry:0:17\n"
-        "penstock group reset large-orders --to-earliest"
+        "penstock group reset large-orders --to-earliest\n"
+        "penstock group reset large-orders --to 2h"
     )
 )
 def reset(
@@ -189,13 +191,19 @@ def reset(
 
     It never moves forward over a stored event; partitions that are further back stay. Waiting retries and parked events
     (PIPE.retry, PIPE.parked; of penstock/retrier: penstock.retry-in, penstock.delay-*) are moved only where --to-offset names
-    their topic. The audit names the events (penstock dead audit). PIPE --to-earliest lets the
-    pipe's transform begin again: its checkpoint in the data folder is renamed. A lost checkpoint, or one that this machine
-    does not have, needs no folder.
+    their topic. The audit names the events (penstock dead audit). PIPE lets the pipe's transform begin again, with --to at a
+    time if it keeps no state and is not on Kinesis: its checkpoint in the data folder is renamed. A lost checkpoint, or one that
+    this machine does not have, needs no folder.
     """
     file, url = load_pipes(find_pipes(pipes, data)), find_broker(broker, data)
-    if to_earliest and not to and not to_offset and (pipe := file.pipes.get(name)) and pipe.transform is not None:
-        _restart_transform(url, file, name, pipe.sources, data / "checkpoints" / name, yes=yes, as_json=as_json)
+    if (
+        bool(to_earliest) != bool(to)
+        and not to_offset
+        and (pipe := file.pipes.get(name))
+        and pipe.transform is not None
+    ):
+        since = None if to is None else _time_of(to)
+        _restart_transform(url, file, name, pipe.sources, data / "checkpoints" / name, since, yes=yes, as_json=as_json)
         return
     lane = _one_lane(file, name)
     target = _target(lane, to, to_offset, "earliest" if to_earliest else None, "--to-earliest")
@@ -251,7 +259,7 @@ def _one_lane(file: PipeFile, name: str) -> Lane:
             raise CommandFailed(f"{name} is a pipe; its destinations have offsets", lanes, status=2)
         raise CommandFailed(
             f"{name} is a pipe; its destinations have offsets, and its transform has a checkpoint",
-            f"{lanes}; or penstock group reset {name} --to-earliest, which transforms all stored events again",
+            f"{lanes}; or penstock group reset {name} with --to-earliest or --to 2h, which transforms stored events again",
             status=2,
         )
     return find_lanes(file, name)[0]
@@ -266,10 +274,7 @@ def _target(lane: Lane, to: str | None, to_offset: list[str] | None, last: Any, 
             status=2,
         )
     if to is not None:
-        try:
-            return date_of(parse_time(to, time.time()))
-        except ValueError as error:
-            raise CommandFailed(str(error), status=2) from error
+        return _time_of(to)
     if to_offset:
         named = [parse_offset(text, lane) for text in to_offset]
         if len(dict(named)) < len(named):
@@ -277,6 +282,14 @@ def _target(lane: Lane, to: str | None, to_offset: list[str] | None, last: Any, 
         return dict(named)
     target: Target = last
     return target
+
+
+def _time_of(text: str) -> datetime:
+    """Raises CommandFailed."""
+    try:
+        return date_of(parse_time(text, time.time()))
+    except ValueError as error:
+        raise CommandFailed(str(error), status=2) from error
 
 
 async def _plan(url: str, file: PipeFile, lane: Lane, target: Target, action: str) -> list[Move]:
@@ -301,18 +314,33 @@ def _confirm(lane: Lane, moves: Sequence[Move], what: str, *, yes: bool) -> bool
 
 
 def _restart_transform(
-    url: str, file: PipeFile, pipe: str, sources: Sequence[str], checkpoint: Path, *, yes: bool, as_json: bool
+    url: str,
+    file: PipeFile,
+    pipe: str,
+    sources: Sequence[str],
+    checkpoint: Path,
+    since: datetime | None,
+    *,
+    yes: bool,
+    as_json: bool,
 ) -> None:
     with hold_checkpoint(checkpoint) as is_here:
-        moves, mark = uvloop.run(_plan_restart(url, file, pipe, sources))
-        if not is_here:
-            if mark is None or not mark.has_begun:
-                raise no_checkpoint(checkpoint)
-            print_note(
-                f"There is no checkpoint in {checkpoint}, but {mark.text}. If that one is elsewhere, the transform continues "
-                "with it: stop the transform and move it away first.",
-                "yellow",
+        moves, mark = uvloop.run(_plan_restart(url, file, pipe, sources, since))
+        if since is not None and mark is not None and mark.plan is not None:
+            raise CommandFailed(
+                f"the transform of {pipe} keeps state over several events, so it cannot begin at a time",
+                "--to-earliest",
+                status=2,
             )
+        if not is_here:
+            if mark is None or not (mark.has_begun or mark.begins):
+                raise no_checkpoint(checkpoint)
+            if mark.has_begun:
+                print_note(
+                    f"There is no checkpoint in {checkpoint}, but {mark.text}. If that one is elsewhere, the transform continues "
+                    "with it: stop the transform and move it away first.",
+                    "yellow",
+                )
         count = sum(move.count for move in moves)
         if not yes:
             print_note(
@@ -322,7 +350,7 @@ def _restart_transform(
             )
             what = "will be transformed again, and the results delivered again"
             confirm(f"{_events(count)} of {pipe} {what}. Go on?")
-        uvloop.run(_record_restart(url, pipe, moves, mark))
+        uvloop.run(_record_restart(url, pipe, moves, mark, dated=since is not None))
         try:
             aside = set_aside(checkpoint) if is_here else None
         except OSError as error:
@@ -339,17 +367,19 @@ def _restart_transform(
 
 
 async def _plan_restart(
-    url: str, file: PipeFile, pipe: str, sources: Sequence[str]
+    url: str, file: PipeFile, pipe: str, sources: Sequence[str], since: datetime | None
 ) -> tuple[list[Move], TransformMark | None]:
     async with opened(url, file) as broker:
-        return await plan_restart(broker, sources), await read_transform_mark(broker.reader, pipe)
+        return await plan_restart(broker, sources, since), await read_transform_mark(broker.reader, pipe)
 
 
-async def _record_restart(url: str, pipe: str, moves: Sequence[Move], mark: TransformMark | None) -> None:
+async def _record_restart(
+    url: str, pipe: str, moves: Sequence[Move], mark: TransformMark | None, *, dated: bool
+) -> None:
     async with opened(url) as broker, Producer(broker.appender) as producer:
         who = whoami()
         await Auditor(producer, who, {}).require_topic()
-        await record_restart(producer, pipe, moves, mark, who)
+        await record_restart(broker, producer, pipe, moves, mark, who, dated=dated)
 
 
 async def _reset(url: str, file: PipeFile, lane: Lane, moves: Sequence[Move]) -> None:

@@ -24,10 +24,11 @@ from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
 from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
 from services.core.retry_state import RetryState, wrap
+from services.core.state_plan import StatePlan
 from services.core.takeover_dedup import WITHIN_S
 from services.core.times import format_time
 from services.core.topic_names import RETRIER_GROUP, RETRY_IN
-from services.core.transform_marks import TransformMark, read_transform_mark, write_transform_mark
+from services.core.transform_marks import Begin, TransformMark, read_transform_mark, write_transform_mark
 from services.fleet.dead.audit import read_audit, whoami
 from services.fleet.lanes import find_lanes
 from services.fleet.offsets import (
@@ -565,6 +566,36 @@ def test_a_transform_begins_again(shell: Shell, tmp_path: Path) -> None:
         ("reset", "sums", [[0, EVENTS - 1]]),
         ("reset", "sums", [[0, EVENTS - 1]]),
     ]
+
+
+def test_a_transform_begins_at_a_time(shell: Shell, tmp_path: Path, url: str) -> None:
+    """Broken: after the loss of a cluster everything is transformed again; or a window is summed of a part of its events; or a
+    topic that was created again since is read from an offset of the former one."""
+    since = ("group", "reset", "sums", "--to", format_time(BASE + 7000), "--yes", "--json")
+    (folder := tmp_path / "data" / "checkpoints" / "sums").mkdir(parents=True)
+    (folder / "penstock.lock").touch()
+    (folder / "penstock.json").write_text("{}")
+
+    async def mark(plan: StatePlan | None = None) -> tuple[TransformMark | None, str]:
+        async with open_broker(url) as broker, Producer(broker.appender) as producer:
+            if plan is not None:
+                await write_transform_mark(producer, "sums", "begun", "0123", "transform", plan)
+            return await read_transform_mark(broker.reader, "sums"), await broker.admin.incarnation("s")
+
+    assert shell.run(*since) == 0
+    assert json.loads(shell.out)["events"] == 2 * 3
+    found, incarnation = asyncio.run(mark())
+    assert found is not None
+    assert (found.state, found.begins) == ("reset", {"s": Begin(incarnation, {0: 7, 1: 7})})
+    assert shell.run("group", "reset", "sums", "--to-earliest", "--yes", "--json") == 0, "a second thought"
+    found, _ = asyncio.run(mark())
+    assert found is not None
+    assert (found.state, found.begins) == ("reset", {})
+    asyncio.run(mark(StatePlan([], {}, ["s"], "", "4.2.0", "")))
+    assert shell.run(*since) == 2
+    assert "keeps state over several events, so it cannot begin at a time Try: --to-earliest" in " ".join(
+        shell.err.split()
+    )
 
 
 @pytest.mark.parametrize("folder", ["none", "refused", "there"])
