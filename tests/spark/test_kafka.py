@@ -22,6 +22,7 @@ from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
 from services.core.metrics import TRANSFORM_MODE
 from services.core.pauses import Pause
+from services.core.transform_marks import Begin, TransformMark
 from spark.brokers.kafka import KafkaSparkBroker
 from spark.jobs.attempts import MAX_ENDED, Attempt, Attempts
 from spark.jobs.replay import BadRecords
@@ -96,6 +97,25 @@ def test_micro_batches(make_pipeline: MakePipeline) -> None:
         key=str,
     )
     assert len(dead) == 6
+
+
+@pytest.mark.parametrize("mode", ["micro-batch", "real-time"])
+def test_begins_where_a_reset_to_a_time_says(
+    make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """If this fails, a reset to a time does not start, or transforms all events, or skips those of another partition."""
+    monkeypatch.setattr("spark.jobs.streaming_plan.REAL_TIME_BATCH", "5 seconds")
+    pipeline = make_pipeline(2)
+    for partition in range(2):
+        pipeline.send([flight(n) for n in range(partition * 10, partition * 10 + 10)], partition)
+    incarnation = pipeline.broker.identify(pipeline.session, [pipeline.stream])[pipeline.stream]
+    begins = {pipeline.stream: Begin(incarnation, {0: 7})}
+    pipeline.marks.newest[pipeline.pipe] = TransformMark("reset", "", "ann", 1, begins=begins)
+    pipeline.start(pipeline.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}", mode=mode))
+    out = pipeline.records("out", 13)
+    pipeline.stop()
+    assert pipeline.problem is None
+    assert sorted(read_id(record) or "" for record in out) == sorted(f"id-{n}" for n in range(7, 20))
 
 
 def test_real_time(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,8 +213,8 @@ def test_over_records_that_are_gone(shell: Shell, url: str) -> None:
         ),
         ("reset a --to-earliest", "its destinations have offsets Try: a/crm or a/erp"),
         (
-            "reset sums --to 2h",
-            "its transform has a checkpoint Try: sums/hook; or penstock group reset sums --to-earliest",
+            "reset sums --to-offset 0:1",
+            "its transform has a checkpoint Try: sums/hook; or penstock group reset sums with --to-earliest or --to 2h",
         ),
         ("skip sums --to-end --reason x", "its transform has a checkpoint"),
         ("reset a/crm --to-offset 0", "names no offset Try: PARTITION:OFFSET, e.g. 0:4712"),
