@@ -19,7 +19,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.pauses import Pause, list_paused
 from services.core.pipes import PipeFile, load_pipes
-from services.core.times import date_of, parse_time
+from services.core.times import date_of, format_time, parse_time
 from services.core.topic_names import renames_of
 from services.core.transform_marks import TransformMark, read_transform_mark
 from services.core.units import format_count
@@ -348,6 +348,12 @@ def _restart_transform(
                 "For different results, give them other ids in the transform, or use a pipe of another name.",
                 "yellow",
             )
+            if since is not None:
+                print_note(
+                    f"An event before {format_time(round(since.timestamp() * 1000))} that the transform has not read is left "
+                    "out, and stays missing in the loss table. Choose a time before it stopped.",
+                    "yellow",
+                )
             what = "will be transformed again, and the results delivered again"
             confirm(f"{_events(count)} of {pipe} {what}. Go on?")
         uvloop.run(_record_restart(url, pipe, moves, mark, dated=since is not None))
