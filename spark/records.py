@@ -62,8 +62,9 @@ class OffsetRange(NamedTuple):
 
 
 Offsets = dict[tuple[str, int], int]
-Begins = Mapping[str, Mapping[int, int]]
 """The next offset to read, by topic and partition."""
+Begins = Mapping[str, Mapping[int, int]]
+"""As `Offsets`, by topic: where a new checkpoint begins."""
 
 
 def cut_evenly(ranges: Sequence[OffsetRange], events: int) -> Iterator[list[OffsetRange]]:

@@ -28,8 +28,14 @@ def open_fleet_broker(url: str, pipes: PipeFile | None) -> AbstractAsyncContextM
     if pipes is None:
         return open_broker(url)
     if url.startswith("kinesis:") and not pipes.brokers:  # nothing is ever moved there
-        return open_broker(url, existing_topics(pipes, DEFAULT))
+        return open_own_broker(url, pipes)
     return open_with_homes(url, pipes)
+
+
+def open_own_broker(url: str, pipes: PipeFile) -> AbstractAsyncContextManager[Broker]:
+    """As `open_fleet_broker`, of the streams on the fleet's own broker. Their offsets are those that it gives, as Spark reads
+    them, also after a migration there."""
+    return open_broker(url, existing_topics(pipes, DEFAULT))
 
 
 def open_with_homes(url: str, pipes: PipeFile) -> AbstractAsyncContextManager[Broker]:

@@ -40,7 +40,8 @@ class TransformMark(msgspec.Struct, frozen=True):
     """checkpoint: its id; "": not known. by: a user, or the service. at: ms since the epoch. version: of this format.
 
     plan: of a transform that has left state over several events: what it keeps. None in marks of earlier versions, too.
-    begins: of a reset to a time, by topic. Version 0.1 does not know it, and begins at the oldest record.
+    begins: of a reset to a time, by topic. former: the name that a reset gave the checkpoint's folder. Version 0.1 knows neither,
+    and begins at the oldest record.
     """
 
     state: Literal["begun", "reset"]
@@ -50,6 +51,7 @@ class TransformMark(msgspec.Struct, frozen=True):
     version: int = _VERSION
     plan: StatePlan | None = None
     begins: dict[str, Begin] = {}
+    former: str = ""
 
     @property
     def has_begun(self) -> bool:
@@ -124,8 +126,11 @@ async def write_transform_mark(
     by: str,
     plan: StatePlan | None = None,
     begins: Mapping[str, Begin] | None = None,
+    former: str = "",
 ) -> None:
     """Write it durably. Raises BrokerError kinds; UnknownTopic without the control topic."""
-    mark = TransformMark(state, checkpoint, by, time.time_ns() // 1_000_000, plan=plan, begins=dict(begins or {}))
+    mark = TransformMark(
+        state, checkpoint, by, time.time_ns() // 1_000_000, plan=plan, begins=dict(begins or {}), former=former
+    )
     record = Record(f"{_KEY}{pipe}".encode(), msgspec.json.encode(mark), mark.at)
     (await producer.send_to(CONTROL, {0: [record]})).raise_first()

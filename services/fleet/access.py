@@ -10,7 +10,7 @@ from services.core.address import parse_address
 from services.core.broker.connect import BadBrokerUrl
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
-from services.core.fleet_broker import open_fleet_broker
+from services.core.fleet_broker import open_fleet_broker, open_own_broker
 from services.core.pipes import PipeFile
 from services.fleet.folder import FleetState, read_state
 from services.fleet.problem import CommandFailed
@@ -82,13 +82,13 @@ def ingest_url(listen: str) -> str:
 
 
 @asynccontextmanager
-async def opened(url: str, pipes: PipeFile | None = None) -> AsyncIterator[Broker]:
+async def opened(url: str, pipes: PipeFile | None = None, *, own: bool = False) -> AsyncIterator[Broker]:
     """Open the broker. Turns broker errors, also those raised inside of the context, into CommandFailed.
 
-    pipes: of a command that reads streams or their groups: it names the topics of others.
+    pipes: of a command that reads streams or their groups: it names the topics of others. own: as `open_own_broker`.
     """
     try:
-        async with open_fleet_broker(url, pipes) as broker:
+        async with open_own_broker(url, pipes) if own and pipes else open_fleet_broker(url, pipes) as broker:
             yield broker
     except BadBrokerUrl as error:
         raise CommandFailed(str(error), status=2) from error

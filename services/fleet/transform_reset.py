@@ -1,5 +1,6 @@
 """Resets a transform. Spark keeps its position in a checkpoint, in the data folder. Without the checkpoint, the transform reads
-its sources from the oldest event again, or from the offsets in the mark, and writes as a new writer.
+its sources from the oldest event again, and writes as a new writer. After a reset to a time it begins at the offsets in the mark,
+or at the position of the former checkpoint, which comes first (`spark/jobs/restart.py`).
 
 The audit is written first, then the mark that the transform has begun is taken back, then the checkpoint gets another name: after
 a crash in between, the same command does all again. Without a checkpoint here, the mark alone lets the transform begin again.
@@ -10,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -23,43 +25,50 @@ from services.fleet.offsets import Move, PartitionOffsets, audited, count_events
 from services.fleet.problem import CommandFailed
 
 
-async def plan_restart(broker: Broker, sources: Sequence[str], since: datetime | None = None) -> list[Move]:
-    """The moves of a transform that reads these streams again, from their oldest event or from the first one since a time.
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """moves: to where the transform begins again, by partition. begins: of a reset to a time, for its mark."""
+
+    moves: list[Move]
+    begins: dict[str, Begin]
+
+
+async def plan_restart(broker: Broker, sources: Sequence[str], since: datetime | None = None) -> Restart:
+    """From the oldest event of these streams, or from the first one since a time. broker: as of `open_own_broker`.
 
     Raises CommandFailed where a transform cannot begin at a time, and BrokerError kinds.
     """
     if since is not None and not broker.features.contiguous_offsets:
         raise CommandFailed("on Kinesis a transform cannot begin at a time", "--to-earliest", status=2)
-    moves = []
+    found = Restart([], {})
     for topic in sources:
+        incarnation = await broker.admin.incarnation(
+            topic
+        )  # first: the offsets of a later topic do not count as this one's
         begins = {} if since is None else await broker.reader.offsets_at(topic, since)
+        moves = []
         for number, held in sorted((await broker.reader.describe(topic)).items()):
             now = PartitionOffsets(TopicPartition(topic, number), held, None, Lag(0, 0))
             to = min(max(begins.get(number, held.start), held.start), held.end)
             moves.append(await count_events(broker, Move(now, to, PartitionRange(to, held.end))))
-    return moves
+        found.moves.extend(moves)
+        if since is not None:
+            found.begins[topic] = Begin(incarnation, {move.now.source.partition: move.to for move in moves})
+    return found
 
 
 async def record_restart(
-    broker: Broker,
-    producer: Producer,
-    pipe: str,
-    moves: Sequence[Move],
-    mark: TransformMark | None,
-    who: str,
-    *,
-    dated: bool,
+    producer: Producer, pipe: str, restart: Restart, mark: TransformMark | None, who: str, former: str
 ) -> None:
-    """Write the audit, then the mark: without a checkpoint the transform begins again, where the moves end if dated. Raises
-    BrokerError kinds.
+    """Write the audit, then the mark: without a checkpoint the transform begins again. former: the coming name of its checkpoint;
+    "" where there is none: then one of an earlier reset counts. Raises BrokerError kinds.
     """
-    begins: dict[str, Begin] = {}
-    for topic in dict.fromkeys(move.now.source.topic for move in moves) if dated else ():
-        offsets = {move.now.source.partition: move.to for move in moves if move.now.source.topic == topic}
-        begins[topic] = Begin(await broker.admin.incarnation(topic), offsets)
-    await write_moves(producer, RESET, who, {"transform": pipe}, audited(moves))
-    if begins or (mark is not None and (mark.has_begun or mark.begins)):
-        await write_transform_mark(producer, pipe, "reset", "" if mark is None else mark.checkpoint, who, begins=begins)
+    await write_moves(producer, RESET, who, {"transform": pipe}, audited(restart.moves))
+    if restart.begins or (mark is not None and (mark.has_begun or mark.begins)):
+        checkpoint, known = ("", "") if mark is None else (mark.checkpoint, mark.former)
+        await write_transform_mark(
+            producer, pipe, "reset", checkpoint, who, begins=restart.begins, former=former or known
+        )
 
 
 def no_checkpoint(folder: Path) -> CommandFailed:
@@ -100,9 +109,12 @@ def _open_lock(folder: Path) -> int | None:
         raise CommandFailed(f"the checkpoint in {folder} cannot be locked: {error.strerror}") from error
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename a checkpoint, durably. Gives its new name, which no pipe can have. Blocking. Raises OSError."""
-    aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
+def name_aside(folder: Path) -> Path:
+    """The coming name of a checkpoint, which no pipe can have."""
+    return folder.with_name(f"{folder.name}.{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
+
+
+def set_aside(folder: Path, aside: Path) -> None:
+    """Rename a checkpoint, durably. Blocking. Raises OSError."""
     folder.rename(aside)
     sync_folder(folder.parent)
-    return aside

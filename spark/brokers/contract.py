@@ -139,6 +139,10 @@ class SparkBroker(ABC):
     def identify(self, session: SparkSession, topics: Sequence[str]) -> dict[str, str]:
         """An identity per topic; a topic that was deleted and created again has another one. Raises UnknownTopic."""
 
+    def identity_of(self, incarnation: str) -> str:
+        """As `identify` gives the topic of this incarnation, as of `Admin.incarnation`."""
+        return incarnation
+
     def count_partitions(self, session: SparkSession, topics: Sequence[str]) -> int:
         """Partitions of all these topics together. Raises UnknownTopic."""
         return len(self.stored_ranges(session, topics))
@@ -190,8 +194,8 @@ class SparkBroker(ABC):
         """Raw records as a stream, from the topics' starts, at most about max_events a micro-batch (None: real-time).
 
         checkpoint: of the query that will run, a URI; empty for a frame that never runs. name: of the source in the checkpoint;
-        letters, digits and _. begins: for a checkpoint without positions, the offset of some partitions, by topic; one that is
-        not stored any more is the nearest. The query fails when the next records are missing or damaged.
+        letters, digits and _. begins: for a checkpoint without batches: where some partitions begin, by topic; one whose offset
+        is not stored any more begins at its oldest record. The query fails when the next records are missing or damaged.
         """
 
     @abstractmethod

@@ -4,10 +4,12 @@ events again, with the same ids.
 
 import json
 import threading
+from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -15,7 +17,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from services.core import event as names
-from services.core.broker.errors import Unavailable, UnknownTopic
+from services.core.broker.errors import OffsetOutOfRange, Unavailable, UnknownTopic
 from services.core.broker.record import Batch, Record
 from services.core.pipes import Stream
 from spark.brokers.contract import (
@@ -101,6 +103,10 @@ class KafkaSparkBroker(SparkBroker):
             found = admin.describe(self._full(topics))
             return {name: str(found[self._full_name(name)].topicId()) for name in topics}
 
+    def identity_of(self, incarnation: str) -> str:
+        """Java writes the bits of the id in base 64."""
+        return urlsafe_b64encode(UUID(incarnation).bytes).decode().rstrip("=")
+
     def stored_ranges(self, session: SparkSession, topics: Sequence[str]) -> list[OffsetRange]:
         with self._admin(session) as admin:
             partitions = admin.partitions(self._full(topics))
@@ -142,13 +148,14 @@ class KafkaSparkBroker(SparkBroker):
         return self._to_raw(open_stream(session, name).format("kafka").options(**options).load(), read)
 
     def _starting(self, session: SparkSession, topics: Sequence[str], begins: Mapping[str, Mapping[int, int]]) -> str:
-        """Spark wants all partitions, and of each an offset that is stored."""
+        """Spark wants all partitions, and of each an offset that is stored. It uses them in the first batch of a checkpoint only.
+        Raises OffsetOutOfRange for an offset behind the end: the records there are not those that were meant."""
         found: dict[str, dict[str, int]] = {}
-        for part in self.stored_ranges(session, topics):
-            wanted = begins.get(part.topic, {}).get(part.partition, part.start)
-            found.setdefault(self._full_name(part.topic), {})[str(part.partition)] = min(
-                max(wanted, part.start), part.end
-            )
+        for topic, partition, start, end in self.stored_ranges(session, topics):
+            wanted = begins.get(topic, {}).get(partition, start)
+            if wanted > end:
+                raise OffsetOutOfRange(topic, partition, wanted, start, end)
+            found.setdefault(self._full_name(topic), {})[str(partition)] = max(wanted, start)
         return json.dumps(found)
 
     def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:

@@ -28,7 +28,7 @@ from services.core.version import VERSION, newer_format
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, HadoopFolder
 from spark.jobs.claims import CLAIMS, CheckpointInUse, Claim, Claims, FolderStore, beating
-from spark.records import Offsets
+from spark.records import Begins, Offsets
 from spark.sources.offsets import sync, sync_batch
 
 Note = TypeVar("Note")
@@ -63,9 +63,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     kind: how the transform runs, which decides what else is in the folder. ran: a batch was stored. state: `Prepared.state`;
     empty in checkpoints of earlier versions, too. named: whether Spark keeps the offsets of each source under its name, so that
     sources may be added, removed and reordered; else in their order, as earlier versions did. removed: streams that were sources
-    once, and are none now. plan: what the state consists of; None in checkpoints of earlier versions, too. begins: offsets by
-    topic and partition at which it begins, instead of the oldest records. version: of the format of the whole folder, Spark's
-    files included. penstock: the version that wrote it; "" before 0.2.
+    once, and are none now. plan: what the state consists of; None in checkpoints of earlier versions, too. begins: the position
+    before the first batch, by topic and partition; what is not in it begins at its oldest record. version: of the format of the
+    whole folder, Spark's files included. penstock: the version that wrote it; "" before 0.2.
     """
 
     id: str
@@ -177,9 +177,18 @@ class Checkpoint:
         if self._local is not None:
             sync_batch(self._local, batch)
 
+    def begins(self) -> Begins:
+        """As of `Identity`; empty for a new folder. Raises CheckpointDamaged."""
+        identity = self.read_identity()
+        return {} if identity is None else identity.begins
+
     def offsets(self, batch: int | None, parse: Callable[[str, str], Offsets]) -> Offsets:
-        """The planned end of this batch; empty before the first one. parse: `SparkBroker.parse_offsets`."""
-        lines = [] if batch is None else [_NAME.sub("", line) for line in self._lines(f"offsets/{batch}")[2:]]
+        """The planned end of this batch; None: the position before the first one. A partition that is not in it begins at its
+        oldest record. parse: `SparkBroker.parse_offsets`.
+        """
+        if batch is None:
+            return {(topic, part): offset for topic, parts in self.begins().items() for part, offset in parts.items()}
+        lines = [_NAME.sub("", line) for line in self._lines(f"offsets/{batch}")[2:]]
         return {place: offset for line in lines if line != "-" for place, offset in parse(line, self.path).items()}
 
     def source_offset(self, batch: int) -> str | None:
@@ -209,7 +218,7 @@ class Checkpoint:
         return ["" if name is None else name[0].removesuffix(":") for name in found]
 
     def committed_offsets(self, parse: Callable[[str, str], Offsets]) -> Offsets:
-        """The end of the last finished batch; empty before the first one."""
+        """The end of the last finished batch; before the first one as of `offsets`."""
         return self.offsets(self.newest("commits"), parse)
 
     def settings(self, batch: int) -> dict[str, str]:

@@ -33,6 +33,7 @@ from spark.jobs.micro_batch import start_micro_batches
 from spark.jobs.modes import REFUSED, MorePartitions, enter_mode, mode_of
 from spark.jobs.query import POLL_S, Query, RunningQuery, warm_up
 from spark.jobs.replay import reported_offsets
+from spark.jobs.restart import find_begins
 from spark.jobs.start_checks import adopt_checkpoint, check_not_older, record_ran
 from spark.jobs.state_store import checkpoint_version
 from spark.jobs.streaming_plan import StreamingPlanQuery
@@ -313,6 +314,7 @@ class Job:
                 self._broker.checkpoint_version(self._prepared.per_batch),
                 checkpoint_version(self._prepared, checkpoint),
             ),
+            begins_of=partial(find_begins, session, self._checkpoints, self._broker),
         )
         ran = threading.Event()
 
@@ -338,7 +340,6 @@ class Job:
             watchdog=self._watchdog,
             figures=self._figures,
             named_sources=identity.named,
-            begins=identity.begins,
         )
         check_not_older(query)
         enter_mode(query, identity.kind)

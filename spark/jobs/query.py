@@ -19,7 +19,7 @@ from spark.health import ANSWER, PART, PLANNING, Watchdog
 from spark.jobs.attempts import Attempts, Stopping
 from spark.jobs.checkpoint import Checkpoint
 from spark.jobs.culprits import Part, to_ranges, try_transform
-from spark.records import RAW, Begins, OffsetRange, Offsets, RecordOffset, offset_text
+from spark.records import RAW, OffsetRange, Offsets, RecordOffset, offset_text
 from spark.reports import BatchReport
 from spark.transforms.preparation import Prepared
 
@@ -59,7 +59,6 @@ class Query:
     watchdog: Watchdog
     figures: QueryFigures | None = None
     named_sources: bool = False
-    begins: Begins | None = None
 
     @property
     def pipe(self) -> str:
@@ -73,11 +72,6 @@ class Query:
         """Another query of the same pipe, with a checkpoint of its own."""
         return replace(self, checkpoint=self.checkpoint.beside(name), writer=f"{self.writer}:{name}")
 
-    @property
-    def has_planned(self) -> bool:
-        """Whether the checkpoint has positions: from then on these count, and not `begins`."""
-        return self.checkpoint.newest("offsets") is not None
-
     def source(self) -> DataFrame:
         """All the pipe's sources as one raw stream."""
         max_events = self.prepared.transform.max_events
@@ -86,7 +80,7 @@ class Query:
             list(self.prepared.views),
             max_events,
             checkpoint=self.checkpoint.path,
-            begins=None if self.has_planned else self.begins,
+            begins=self.checkpoint.begins(),
         )
 
     def trial(self, raw: DataFrame, records: Sequence[RecordOffset]) -> str | None:

@@ -177,7 +177,8 @@ class BadRecords:
         newest = query.checkpoint.newest("commits")
         known = query.checkpoint.read_note(REJECTED_FILE, UpTo)
         if known is None:
-            former = query.checkpoint.beside(REJECTS).committed_offsets(query.broker.parse_offsets)
+            begun = query.checkpoint.offsets(None, query.broker.parse_offsets)
+            former = begun | query.checkpoint.beside(REJECTS).committed_offsets(query.broker.parse_offsets)
             known = write_up_to(query, REJECTED_FILE, -1 if newest is None else newest - 1, former)
         self._saved = self._done = known
         if newest is not None:

@@ -25,7 +25,7 @@ from spark.jobs.replay import REJECTS
 from spark.jobs.streaming_plan import source_name
 from spark.marks import Marks
 from spark.master import MasterKind
-from spark.records import EVENT_TIME
+from spark.records import EVENT_TIME, Begins
 from spark.session import own_session, slots
 from spark.settings import SelectedPipes, TransformSettings
 from spark.transforms.analysis import watermarks
@@ -126,11 +126,17 @@ def _why_not_streamable(session: SparkSession, broker: SparkBroker, prepared: Pr
 
 
 def adopt_checkpoint(
-    checkpoint: Checkpoint, prepared: Prepared, topics: Mapping[str, str], marks: Marks, *, version: int = 1
+    checkpoint: Checkpoint,
+    prepared: Prepared,
+    topics: Mapping[str, str],
+    marks: Marks,
+    *,
+    version: int = 1,
+    begins_of: Callable[[Identity, TransformMark | None], Begins] = lambda _identity, _mark: {},
 ) -> Identity:
     """Use the checkpoint for this pipe: a new one or that of its last run. topics: identity of each source topic.
 
-    version: of the format that this run writes; a newer one stays.
+    version: of the format that this run writes; a newer one stays. begins_of: where a new checkpoint begins (`find_begins`).
 
     A changed transform is fine if it keeps no state, or can use the state that is there; so is an added source. A topic that was
     created again is not: its offsets mean other records. Nor is a new checkpoint for a transform that has begun, by its mark.
@@ -140,7 +146,9 @@ def adopt_checkpoint(
     if found is None:
         identity = _new_identity(checkpoint, prepared, topics, mark)
         identity = msgspec.structs.replace(
-            identity, version=max(version, NAMED_VERSION if identity.named else identity.version)
+            identity,
+            version=max(version, NAMED_VERSION if identity.named else identity.version),
+            begins={topic: dict(parts) for topic, parts in begins_of(identity, mark).items()},
         )
     else:
         _check_fits(checkpoint, found, prepared, topics)
@@ -171,15 +179,6 @@ def _new_identity(
         raise checkpoint.damaged("penstock.json is missing")
     if mark is not None and mark.has_begun:
         raise _replaced(checkpoint, prepared.pipe, "it is gone", mark)
-    begins = {} if mark is None else mark.begins
-    if begins and prepared.plan is not None:
-        raise CheckpointDamaged(
-            f"checkpoint {checkpoint.path}: the transform keeps state over several events, so it cannot begin at a time: its "
-            f"first results would lack what came before. Try: penstock group reset {prepared.pipe} --to-earliest"
-        )
-    for topic, begin in begins.items():
-        if topics.get(topic, begin.incarnation) != begin.incarnation:
-            raise checkpoint.damaged(f"topic {topic!r} was deleted and created again since the reset to a time")
     return Identity(
         id=uuid.uuid4().hex,
         pipe=prepared.pipe,
@@ -189,7 +188,6 @@ def _new_identity(
         state=prepared.state,
         named=(named := names_sources(prepared)),
         plan=_plan(prepared, named=named),
-        begins={topic: begin.offsets for topic, begin in begins.items() if topic in topics},
     )
 
 
@@ -285,6 +283,8 @@ def changed_state(checkpoint: Checkpoint, prepared: Prepared) -> str | None:
     """
     found = checkpoint.read_identity()
     if found is None or checkpoint.newest("offsets") is None:
+        if found is not None and found.begins and prepared.state:
+            return f"it begins at a time, and cannot keep state. Try: penstock group reset {found.pipe} --to-earliest"
         return None
     same_text = found.state == prepared.state or (not found.state and found.transform == _digest(prepared))
     if prepared.state and same_text:

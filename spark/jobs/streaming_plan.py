@@ -223,7 +223,7 @@ def start_transforming(query: Query) -> StreamingQuery:
     query.session.conf.set(_NAMES_NEEDED, query.named_sources)
     query.session.conf.set(_OFFSETS_FORMAT, 2 if query.named_sources else 1)
     query.session.conf.set(_REPARTITION_CHECK, not query.named_sources)
-    begins = None if query.has_planned else query.begins
+    begins = query.checkpoint.begins()
     for stream, view in prepared.views.items():
         name = source_name(stream) if query.named_sources else None
         raw = broker.read_stream(

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ from spark.jobs.attempts import Attempts
 from spark.jobs.checkpoint import open_checkpoint
 from spark.jobs.job import Job
 from spark.jobs.query import Query
+from spark.jobs.restart import find_begins
 from spark.jobs.start_checks import adopt_checkpoint
 from spark.reports import BatchReport
 from spark.session import own_session
@@ -224,9 +226,11 @@ class LogPipeline(RunningJobs):
         prepared, broker = self.prepare(chosen), LogSparkBroker(str(self.log))
         session = own_session(self.session)  # the claim on the checkpoint is one of its settings
         with open_checkpoint(session, self.checkpoints, "p") as checkpoint:
-            identity = adopt_checkpoint(
-                checkpoint, prepared, broker.identify(session, list(prepared.views)), self.marks
+            topics, begins_of = (
+                broker.identify(session, list(prepared.views)),
+                partial(find_begins, session, self.checkpoints, broker),
             )
+            identity = adopt_checkpoint(checkpoint, prepared, topics, self.marks, begins_of=begins_of)
             yield Query(
                 session,
                 prepared,

@@ -103,19 +103,25 @@ def test_micro_batches(make_pipeline: MakePipeline) -> None:
 def test_begins_where_a_reset_to_a_time_says(
     make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """If this fails, a reset to a time does not start, or transforms all events, or skips those of another partition."""
+    """If this fails, a reset to a time does not start, or transforms all events, or skips those of another partition; or bad
+    records from before the time become dead letters again."""
     monkeypatch.setattr("spark.jobs.streaming_plan.REAL_TIME_BATCH", "5 seconds")
     pipeline = make_pipeline(2)
-    for partition in range(2):
-        pipeline.send([flight(n) for n in range(partition * 10, partition * 10 + 10)], partition)
-    incarnation = pipeline.broker.identify(pipeline.session, [pipeline.stream])[pipeline.stream]
-    begins = {pipeline.stream: Begin(incarnation, {0: 7})}
+    pipeline.send([event(n, b"no json") if n in (3, 8) else flight(n) for n in range(10)], 0)
+    pipeline.send([flight(n) for n in range(10, 20)], 1)
+
+    async def find_incarnation() -> str:
+        async with open_broker(pipeline.url) as broker:
+            return await broker.admin.incarnation(pipeline.stream)
+
+    begins = {pipeline.stream: Begin(asyncio.run(find_incarnation()), {0: 7})}
     pipeline.marks.newest[pipeline.pipe] = TransformMark("reset", "", "ann", 1, begins=begins)
     pipeline.start(pipeline.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}", mode=mode))
-    out = pipeline.records("out", 13)
+    out, dead = pipeline.records("out", 12), pipeline.records("dead", 1)
     pipeline.stop()
     assert pipeline.problem is None
-    assert sorted(read_id(record) or "" for record in out) == sorted(f"id-{n}" for n in range(7, 20))
+    assert sorted(read_id(record) or "" for record in out) == sorted(f"id-{n}" for n in (7, 9, *range(10, 20)))
+    assert reasons(dead) == {"id-8": "schema_mismatch"}
 
 
 def test_real_time(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:

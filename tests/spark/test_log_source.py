@@ -127,12 +127,17 @@ def test_a_new_checkpoint_begins_at_an_offset(tmp_path: Path) -> None:
     options = {"broker": f"log://{tmp_path}", "topics": "s", "max_events": "100"}
     begun = LogStreamReader(options | {"begins": json.dumps({"s": {0: 35, 1: 5}, "t": {0: 1}})})
     planned = begun.latestOffset(begun.initialOffset(), ReadMaxRows(1000))
-    tasks: Any = begun.partitions(begun.initialOffset(), planned)
-    assert sorted(part for task in tasks for part in task.ranges) == [
-        OffsetRange("s", 0, 35, 40),
-        OffsetRange("s", 1, 20, 40),  # the nearest that is stored
-        OffsetRange("s", 2, 0, 40),
-    ]
+    for reader in (begun, LogStreamReader(options)):  # a batch that is computed again begins where it did
+        tasks: Any = reader.partitions(reader.initialOffset(), planned)
+        assert sorted(part for task in tasks for part in task.ranges) == [
+            OffsetRange("s", 0, 35, 40),
+            OffsetRange("s", 1, 20, 40),  # the oldest that is stored
+            OffsetRange("s", 2, 0, 40),
+        ]
+    assert begun.latestOffset(planned, ReadMaxRows(1000)) == planned
+    behind = LogStreamReader(options | {"begins": json.dumps({"s": {0: 41}})})
+    with pytest.raises(OffsetOutOfRange):
+        behind.latestOffset(behind.initialOffset(), ReadMaxRows(1000))
 
 
 def test_small_ranges_share_a_task() -> None:

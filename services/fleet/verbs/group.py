@@ -45,7 +45,15 @@ from services.fleet.paused import pause_json
 from services.fleet.problem import CommandFailed
 from services.fleet.status import read_status
 from services.fleet.status_view import millis
-from services.fleet.transform_reset import hold_checkpoint, no_checkpoint, plan_restart, record_restart, set_aside
+from services.fleet.transform_reset import (
+    Restart,
+    hold_checkpoint,
+    name_aside,
+    no_checkpoint,
+    plan_restart,
+    record_restart,
+    set_aside,
+)
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
 
 GROUP = typer.Typer(
@@ -191,9 +199,9 @@ def reset(
 
     It never moves forward over a stored event; partitions that are further back stay. Waiting retries and parked events
     (PIPE.retry, PIPE.parked; of penstock/retrier: penstock.retry-in, penstock.delay-*) are moved only where --to-offset names
-    their topic. The audit names the events (penstock dead audit). PIPE lets the pipe's transform begin again, with --to at a
-    time if it keeps no state and is not on Kinesis: its checkpoint in the data folder is renamed. A lost checkpoint, or one that
-    this machine does not have, needs no folder.
+    their topic. The audit names the events (penstock dead audit). PIPE lets the pipe's transform begin again: its checkpoint in
+    the data folder is renamed. A lost checkpoint, or one that this machine does not have, needs no folder. A transform can begin
+    at a time if it treats each event by itself, and its broker is not Kinesis.
     """
     file, url = load_pipes(find_pipes(pipes, data)), find_broker(broker, data)
     if (
@@ -202,7 +210,7 @@ def reset(
         and (pipe := file.pipes.get(name))
         and pipe.transform is not None
     ):
-        since = None if to is None else _time_of(to)
+        since = None if to is None else _past_time(to)
         _restart_transform(url, file, name, pipe.sources, data / "checkpoints" / name, since, yes=yes, as_json=as_json)
         return
     lane = _one_lane(file, name)
@@ -292,6 +300,13 @@ def _time_of(text: str) -> datetime:
         raise CommandFailed(str(error), status=2) from error
 
 
+def _past_time(text: str) -> datetime:
+    """Raises CommandFailed."""
+    if (found := _time_of(text)).timestamp() > time.time():
+        raise CommandFailed(f"{text} is in the future", status=2)
+    return found
+
+
 async def _plan(url: str, file: PipeFile, lane: Lane, target: Target, action: str) -> list[Move]:
     async with opened(url, file) as broker:
         await require_no_members(broker, lane)
@@ -325,44 +340,26 @@ def _restart_transform(
     as_json: bool,
 ) -> None:
     with hold_checkpoint(checkpoint) as is_here:
-        moves, mark = uvloop.run(_plan_restart(url, file, pipe, sources, since))
-        if since is not None and mark is not None and mark.plan is not None:
-            raise CommandFailed(
-                f"the transform of {pipe} keeps state over several events, so it cannot begin at a time",
-                "--to-earliest",
-                status=2,
-            )
-        if not is_here:
-            if mark is None or not (mark.has_begun or mark.begins):
-                raise no_checkpoint(checkpoint)
-            if mark.has_begun:
-                print_note(
-                    f"There is no checkpoint in {checkpoint}, but {mark.text}. If that one is elsewhere, the transform continues "
-                    "with it: stop the transform and move it away first.",
-                    "yellow",
-                )
-        count = sum(move.count for move in moves)
+        restart, mark = uvloop.run(_plan_restart(url, file, pipe, sources, since))
+        _check_restart(pipe, checkpoint, mark, since, is_here=is_here)
+        count = sum(move.count for move in restart.moves)
         if not yes:
             print_note(
                 "Results come again with the same ids. So a receiver that drops duplicates drops them, also where they differ. "
                 "For different results, give them other ids in the transform, or use a pipe of another name.",
                 "yellow",
             )
-            if since is not None:
-                print_note(
-                    f"An event before {format_time(round(since.timestamp() * 1000))} that the transform has not read is left "
-                    "out, and stays missing in the loss table. Choose a time before it stopped.",
-                    "yellow",
-                )
             what = "will be transformed again, and the results delivered again"
             confirm(f"{_events(count)} of {pipe} {what}. Go on?")
-        uvloop.run(_record_restart(url, pipe, moves, mark, dated=since is not None))
+        aside = name_aside(checkpoint) if is_here else None
+        uvloop.run(_record_restart(url, pipe, restart, mark, "" if aside is None else aside.name))
         try:
-            aside = set_aside(checkpoint) if is_here else None
+            if aside is not None:
+                set_aside(checkpoint, aside)
         except OSError as error:
             raise CommandFailed(f"{checkpoint} cannot be renamed: {error.strerror}") from error
     if as_json:
-        rows = [move.as_json() for move in moves]
+        rows = [move.as_json() for move in restart.moves]
         said = {"pipe": pipe, "transform": True, "action": RESET, "events": count, "checkpoint": aside and str(aside)}
         typer.echo(json.dumps({**said, "partitions": rows}))
     else:
@@ -372,20 +369,49 @@ def _restart_transform(
         print_note(f"{pipe}: {_events(count)} will be transformed again. {then}", "green")
 
 
+def _check_restart(
+    pipe: str, checkpoint: Path, mark: TransformMark | None, since: datetime | None, *, is_here: bool
+) -> None:
+    """Raises CommandFailed when there is nothing to reset, or not to a time. Prints which events will not be transformed."""
+    if since is not None and mark is not None and mark.plan is not None:
+        raise CommandFailed(
+            f"the transform of {pipe} keeps state over several events, so it cannot begin at a time",
+            "--to-earliest",
+            status=2,
+        )
+    if not is_here and since is None and (mark is None or not (mark.has_begun or mark.begins)):
+        raise no_checkpoint(checkpoint)
+    if not is_here and mark is not None and mark.has_begun:
+        print_note(
+            f"There is no checkpoint in {checkpoint}, but {mark.text}. If that one is elsewhere, the transform continues "
+            "with it: stop the transform and move it away first.",
+            "yellow",
+        )
+    if since is None:
+        return
+    text = f"The transform begins at the first event of {format_time(round(since.timestamp() * 1000))}"
+    if is_here or (mark is not None and mark.former):
+        text += (
+            ", or at the position of its checkpoint, if that comes first. In a topic that was made again since, it leaves out "
+            "the events before that time."
+        )
+    else:
+        text += ". Its checkpoint is not here, so it leaves out the events before that time, also those that it has not read."
+    print_note(text, "yellow")
+
+
 async def _plan_restart(
     url: str, file: PipeFile, pipe: str, sources: Sequence[str], since: datetime | None
-) -> tuple[list[Move], TransformMark | None]:
-    async with opened(url, file) as broker:
+) -> tuple[Restart, TransformMark | None]:
+    async with opened(url, file, own=True) as broker:
         return await plan_restart(broker, sources, since), await read_transform_mark(broker.reader, pipe)
 
 
-async def _record_restart(
-    url: str, pipe: str, moves: Sequence[Move], mark: TransformMark | None, *, dated: bool
-) -> None:
+async def _record_restart(url: str, pipe: str, restart: Restart, mark: TransformMark | None, former: str) -> None:
     async with opened(url) as broker, Producer(broker.appender) as producer:
         who = whoami()
         await Auditor(producer, who, {}).require_topic()
-        await record_restart(broker, producer, pipe, moves, mark, who, dated=dated)
+        await record_restart(producer, pipe, restart, mark, who, former)
 
 
 async def _reset(url: str, file: PipeFile, lane: Lane, moves: Sequence[Move]) -> None:

@@ -583,14 +583,23 @@ def test_a_transform_begins_at_a_time(shell: Shell, tmp_path: Path, url: str) ->
             return await read_transform_mark(broker.reader, "sums"), await broker.admin.incarnation("s")
 
     assert shell.run(*since) == 0
-    assert json.loads(shell.out)["events"] == 2 * 3
+    said = json.loads(shell.out)
+    assert said["events"] == 2 * 3
+    assert "or at the position of its checkpoint, if that comes first" in " ".join(shell.err.split())
     found, incarnation = asyncio.run(mark())
     assert found is not None
-    assert (found.state, found.begins) == ("reset", {"s": Begin(incarnation, {0: 7, 1: 7})})
+    begins, former = {"s": Begin(incarnation, {0: 7, 1: 7})}, Path(said["checkpoint"]).name
+    assert (found.state, found.begins, found.former) == ("reset", begins, former)
     assert shell.run("group", "reset", "sums", "--to-earliest", "--yes", "--json") == 0, "a second thought"
     found, _ = asyncio.run(mark())
     assert found is not None
-    assert (found.state, found.begins) == ("reset", {})
+    assert (found.state, found.begins, found.former) == ("reset", {}, former)
+    assert shell.run(*since) == 0, "a third one"
+    found, _ = asyncio.run(mark())
+    assert found is not None
+    assert (found.state, found.begins, found.former) == ("reset", begins, former)
+    assert shell.run("group", "reset", "sums", "--to", "2999-01-01T00:00:00Z", "--yes") == 2
+    assert "2999-01-01T00:00:00Z is in the future" in shell.err
     asyncio.run(mark(StatePlan([], {}, ["s"], "", "4.2.0", "")))
     assert shell.run(*since) == 2
     assert "keeps state over several events, so it cannot begin at a time Try: --to-earliest" in " ".join(
