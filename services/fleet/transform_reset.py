@@ -1,6 +1,6 @@
 """Resets a transform. Spark keeps its position in a checkpoint, in the data folder. Without the checkpoint, the transform reads
 its sources from the oldest event again, and writes as a new writer. After a reset to a time it begins at the offsets in the mark,
-or at the position of the former checkpoint, which comes first (`spark/jobs/restart.py`).
+or at the position of the former checkpoint, whichever comes first (`spark/jobs/restart.py`).
 
 The audit is written first, then the mark that the transform has begun is taken back, then the checkpoint gets another name: after
 a crash in between, the same command does all again. Without a checkpoint here, the mark alone lets the transform begin again.
@@ -24,6 +24,9 @@ from services.core.transform_marks import Begin, TransformMark, write_transform_
 from services.fleet.offsets import Move, PartitionOffsets, audited, count_events
 from services.fleet.problem import CommandFailed
 
+_IDENTITY = "penstock.json"
+"""Without it, nobody knows of which topics the positions of a checkpoint are."""
+
 
 @dataclass(frozen=True, slots=True)
 class Restart:
@@ -42,9 +45,8 @@ async def plan_restart(broker: Broker, sources: Sequence[str], since: datetime |
         raise CommandFailed("on Kinesis a transform cannot begin at a time", "--to-earliest", status=2)
     found = Restart([], {})
     for topic in sources:
-        incarnation = await broker.admin.incarnation(
-            topic
-        )  # first: the offsets of a later topic do not count as this one's
+        # First: the offsets of a topic that is made again meanwhile do not count as this one's.
+        incarnation = await broker.admin.incarnation(topic)
         begins = {} if since is None else await broker.reader.offsets_at(topic, since)
         moves = []
         for number, held in sorted((await broker.reader.describe(topic)).items()):
@@ -60,15 +62,13 @@ async def plan_restart(broker: Broker, sources: Sequence[str], since: datetime |
 async def record_restart(
     producer: Producer, pipe: str, restart: Restart, mark: TransformMark | None, who: str, former: str
 ) -> None:
-    """Write the audit, then the mark: without a checkpoint the transform begins again. former: the coming name of its checkpoint;
-    "" where there is none: then one of an earlier reset counts. Raises BrokerError kinds.
+    """Write the audit, then the mark: without a checkpoint the transform begins again. former: as of `find_former`. Raises
+    BrokerError kinds.
     """
     await write_moves(producer, RESET, who, {"transform": pipe}, audited(restart.moves))
-    if restart.begins or (mark is not None and (mark.has_begun or mark.begins)):
-        checkpoint, known = ("", "") if mark is None else (mark.checkpoint, mark.former)
-        await write_transform_mark(
-            producer, pipe, "reset", checkpoint, who, begins=restart.begins, former=former or known
-        )
+    if restart.begins or former or (mark is not None and (mark.has_begun or mark.begins)):
+        checkpoint, plan = ("", None) if mark is None else (mark.checkpoint, mark.plan)
+        await write_transform_mark(producer, pipe, "reset", checkpoint, who, plan, begins=restart.begins, former=former)
 
 
 def no_checkpoint(folder: Path) -> CommandFailed:
@@ -107,6 +107,16 @@ def _open_lock(folder: Path) -> int | None:
         return None
     except OSError as error:
         raise CommandFailed(f"the checkpoint in {folder} cannot be locked: {error.strerror}") from error
+
+
+def find_former(folder: Path, aside: Path | None, mark: TransformMark | None) -> str:
+    """The name of the checkpoint with the position of the transform before this reset, and before those that it did not see; ""
+    where there is none. aside: its coming name. Blocking.
+    """
+    if aside is not None and (folder / _IDENTITY).exists():
+        return aside.name
+    known = "" if mark is None else mark.former
+    return known if known and (folder.with_name(known) / _IDENTITY).exists() else ""
 
 
 def name_aside(folder: Path) -> Path:

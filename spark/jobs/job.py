@@ -314,7 +314,7 @@ class Job:
                 self._broker.checkpoint_version(self._prepared.per_batch),
                 checkpoint_version(self._prepared, checkpoint),
             ),
-            begins_of=partial(find_begins, session, self._checkpoints, self._broker),
+            begins_of=partial(find_begins, session, self._checkpoints, self._broker, ledger=self._ledger),
         )
         ran = threading.Event()
 

@@ -27,6 +27,7 @@ from spark.jobs.checkpoint import CheckpointDamaged, open_checkpoint
 from spark.jobs.claims import CheckpointInUse
 from spark.jobs.culprits import ALL_FAILED, FailureStreak
 from spark.jobs.job import Job
+from spark.jobs.modes import MODE_FILE
 from spark.jobs.open_batches import REJECTED_FILE, REPORTED_FILE
 from spark.jobs.query import Query
 from spark.jobs.start_checks import adopt_checkpoint, check_not_older
@@ -198,6 +199,39 @@ def test_a_reset_to_a_time_passes_over_no_event(pipeline: LogPipeline) -> None:
     reset_to(pipeline, {p: held.end for p, held in blocking.ends(pipeline.log, "s").items()}, former="former")
     pipeline.run(chosen, 40)
     assert ids(pipeline) == sorted(f"id-{n}" for n in range(40))
+
+
+def test_a_former_checkpoint_that_does_not_fit(pipeline: LogPipeline) -> None:
+    """If this fails, a reset to a time passes over events that were not transformed, because nobody could say which."""
+    chosen, checkpoint = run_first(pipeline)
+    former = checkpoint.rename(checkpoint.with_name("former"))
+    identity = orjson.loads((former / "penstock.json").read_bytes())
+    ends = {partition: held.end for partition, held in blocking.ends(pipeline.log, "s").items()}
+    pipeline.send(flights(30, 40))
+
+    def begins(name: str = "former", **changed: object) -> object:
+        (former / "penstock.json").write_bytes(orjson.dumps(identity | changed))
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        reset_to(pipeline, {p: held.end for p, held in blocking.ends(pipeline.log, "s").items()}, former=name)
+        with pipeline.query(chosen) as query:
+            return query.checkpoint.begins()
+
+    assert begins() == {"s": ends}
+    with pytest.raises(CheckpointDamaged, match="the former checkpoint of p, is gone, and its position counts"):
+        begins("another")
+    with pytest.raises(CheckpointDamaged, match="the former transform of p kept state"):
+        begins(state="of a window")
+    with pytest.raises(CheckpointDamaged, match="the former checkpoint of p, cannot be read"):
+        begins(topics=3)
+    assert begins(topics={"t": "another source"}) == {}
+    assert begins(topics={"s": "0" * 32}) == {
+        "s": {p: held.end for p, held in blocking.ends(pipeline.log, "s").items()}
+    }
+    for file in (REPORTED_FILE, REJECTED_FILE):
+        (former / file).write_text('{"batch":-1,"end":[["s",0,"1"]]}')
+    assert begins(kind="per batch") == {"s": ends}, "they are of another mode"
+    (former / MODE_FILE).write_text('"in plan"')
+    assert begins() == {"s": {0: 1}}, "the others were not read"
 
 
 def test_a_first_batch_that_begins_at_a_time_is_the_same_again(pipeline: LogPipeline) -> None:

@@ -47,6 +47,7 @@ from services.fleet.status import read_status
 from services.fleet.status_view import millis
 from services.fleet.transform_reset import (
     Restart,
+    find_former,
     hold_checkpoint,
     name_aside,
     no_checkpoint,
@@ -197,8 +198,8 @@ def reset(
 ) -> None:
     """Deliver events again: move a destination back, or let a transform begin again. It must be stopped. Ids stay the same.
 
-    It never moves forward over a stored event; partitions that are further back stay. Waiting retries and parked events
-    (PIPE.retry, PIPE.parked; of penstock/retrier: penstock.retry-in, penstock.delay-*) are moved only where --to-offset names
+    A destination never moves forward over a stored event; partitions that are further back stay. Waiting retries and parked
+    events (PIPE.retry, PIPE.parked; of penstock/retrier: penstock.retry-in, penstock.delay-*) are moved only where --to-offset names
     their topic. The audit names the events (penstock dead audit). PIPE lets the pipe's transform begin again: its checkpoint in
     the data folder is renamed. A lost checkpoint, or one that this machine does not have, needs no folder. A transform can begin
     at a time if it treats each event by itself, and its broker is not Kinesis.
@@ -341,7 +342,9 @@ def _restart_transform(
 ) -> None:
     with hold_checkpoint(checkpoint) as is_here:
         restart, mark = uvloop.run(_plan_restart(url, file, pipe, sources, since))
-        _check_restart(pipe, checkpoint, mark, since, is_here=is_here)
+        aside = name_aside(checkpoint) if is_here else None
+        former = find_former(checkpoint, aside, mark)
+        _check_restart(pipe, checkpoint, mark, since, former, is_here=is_here)
         count = sum(move.count for move in restart.moves)
         if not yes:
             print_note(
@@ -351,8 +354,7 @@ def _restart_transform(
             )
             what = "will be transformed again, and the results delivered again"
             confirm(f"{_events(count)} of {pipe} {what}. Go on?")
-        aside = name_aside(checkpoint) if is_here else None
-        uvloop.run(_record_restart(url, pipe, restart, mark, "" if aside is None else aside.name))
+        uvloop.run(_record_restart(url, pipe, restart, mark, former))
         try:
             if aside is not None:
                 set_aside(checkpoint, aside)
@@ -364,18 +366,18 @@ def _restart_transform(
         typer.echo(json.dumps({**said, "partitions": rows}))
     else:
         if aside is not None:
-            print_note(f"The checkpoint is {aside} now; delete it when the new results are right.")
+            print_note(f"The checkpoint is {aside} now. Delete it when the new results are right.")
         then = "Start the fleet again." if is_here else "A transform that was refused begins at its next attempt."
         print_note(f"{pipe}: {_events(count)} will be transformed again. {then}", "green")
 
 
 def _check_restart(
-    pipe: str, checkpoint: Path, mark: TransformMark | None, since: datetime | None, *, is_here: bool
+    pipe: str, checkpoint: Path, mark: TransformMark | None, since: datetime | None, former: str, *, is_here: bool
 ) -> None:
     """Raises CommandFailed when there is nothing to reset, or not to a time. Prints which events will not be transformed."""
     if since is not None and mark is not None and mark.plan is not None:
         raise CommandFailed(
-            f"the transform of {pipe} keeps state over several events, so it cannot begin at a time",
+            f"the transform of {pipe} kept state over several events, which a reset to a time would lose",
             "--to-earliest",
             status=2,
         )
@@ -389,14 +391,16 @@ def _check_restart(
         )
     if since is None:
         return
-    text = f"The transform begins at the first event of {format_time(round(since.timestamp() * 1000))}"
-    if is_here or (mark is not None and mark.former):
+    text = (
+        f"The transform begins at the first event that is not older than {format_time(round(since.timestamp() * 1000))}"
+    )
+    if former:
         text += (
-            ", or at the position of its checkpoint, if that comes first. In a topic that was made again since, it leaves out "
-            "the events before that time."
+            f", or at the position of its checkpoint, if that comes first: keep {former} until it has begun. In a topic that was "
+            "made again since, it leaves out the older events."
         )
     else:
-        text += ". Its checkpoint is not here, so it leaves out the events before that time, also those that it has not read."
+        text += ". Its checkpoint is not here, so it leaves out the older events, also those that it has not read."
     print_note(text, "yellow")
 
 

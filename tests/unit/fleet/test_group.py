@@ -602,7 +602,7 @@ def test_a_transform_begins_at_a_time(shell: Shell, tmp_path: Path, url: str) ->
     assert "2999-01-01T00:00:00Z is in the future" in shell.err
     asyncio.run(mark(StatePlan([], {}, ["s"], "", "4.2.0", "")))
     assert shell.run(*since) == 2
-    assert "keeps state over several events, so it cannot begin at a time Try: --to-earliest" in " ".join(
+    assert "kept state over several events, which a reset to a time would lose Try: --to-earliest" in " ".join(
         shell.err.split()
     )
 
