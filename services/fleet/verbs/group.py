@@ -199,10 +199,10 @@ def reset(
     """Deliver events again: move a destination back, or let a transform begin again. It must be stopped. Ids stay the same.
 
     A destination never moves forward over a stored event; partitions that are further back stay. Waiting retries and parked
-    events (PIPE.retry, PIPE.parked; of penstock/retrier: penstock.retry-in, penstock.delay-*) are moved only where --to-offset names
-    their topic. The audit names the events (penstock dead audit). PIPE lets the pipe's transform begin again: its checkpoint in
-    the data folder is renamed. A lost checkpoint, or one that this machine does not have, needs no folder. A transform can begin
-    at a time if it treats each event by itself, and its broker is not Kinesis.
+    events (PIPE.retry, PIPE.parked; of penstock/retrier: penstock.retry-in, penstock.delay-*) are moved only where
+    --to-offset names their topic. The audit names the events (penstock dead audit). PIPE lets the pipe's transform begin
+    again: its checkpoint in the data folder is renamed. A lost checkpoint, or one that this machine does not have, needs no
+    folder. A transform can begin at a time if it treats each event by itself, and its broker is not Kinesis.
     """
     file, url = load_pipes(find_pipes(pipes, data)), find_broker(broker, data)
     if (
