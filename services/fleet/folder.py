@@ -14,6 +14,7 @@ from services.core.bearer import make_token
 from services.core.broker.errors import BadDataFolder
 from services.core.broker.log.data_folder import refuse_network
 from services.core.folders import make_folder
+from services.core.snapshot import list_copies
 from services.core.version import newer_format
 from services.core.yaml_source import BadConfiguration, load_yaml
 from services.fleet.problem import CommandFailed
@@ -22,6 +23,8 @@ STATE_FILE = "fleet.json"
 _VERSION = 1
 TOKEN_FILE = "control.token"  # noqa: S105
 OBSERVER_TOKEN_FILE = "observer.token"  # noqa: S105
+SNAPSHOT = "snapshot"
+"""The folder in the data folder with the configuration of the last start (`core.snapshot`)."""
 TABLES_FOLDER = "tables"
 """In the data folder: the files of the table service. They can be built again from the streams, so no backup has them."""
 
@@ -196,3 +199,10 @@ def checkpoint_root(data: Path, contents: Mapping[Path, Path]) -> Path | str:
     if not isinstance(named, str) or not named:
         return data / "checkpoints"
     return named if urlsplit(named).scheme else Path(named).absolute()
+
+
+def find_checkpoints(data: Path) -> Path | str:
+    """As `checkpoint_root`, by the configuration files of the last start on this data folder. Blocking. Raises OSError."""
+    snapshot = data / SNAPSHOT
+    copies = list_copies(snapshot) if snapshot.is_dir() else {}
+    return checkpoint_root(data, {Path(path): copy for path, copy in copies.items()})

@@ -46,13 +46,12 @@ from services.core.waiting import WaitingEvents, find_waiting, hand_over_positio
 from services.core.yaml_source import BadConfiguration, Problem
 from services.fleet.changes import Change, Changes, find_changes
 from services.fleet.dead.audit import read_audit, whoami
+from services.fleet.folder import SNAPSHOT
 from services.fleet.problem import CommandFailed
 from services.fleet.state_check import check_states
 
 PATIENCE_S = 30.0
 CHECK_WITHIN_S = 60.0
-SNAPSHOT = "snapshot"
-"""The folder in the data folder with the configuration of the last start (`core.snapshot`)."""
 
 Result = TypeVar("Result")
 

@@ -11,7 +11,7 @@ from services.core.expected import show_expected
 from services.core.pipes import PipeFile
 from services.core.snapshot import Contents, copy_in, write_snapshot
 from services.fleet.console import print_note
-from services.fleet.folder import describe_loss, hold_folder, keep_observer_token, take_restored
+from services.fleet.folder import SNAPSHOT, describe_loss, hold_folder, keep_observer_token, take_restored
 from services.fleet.kafka import run_kafka
 from services.fleet.pipe_check import check_pipe_file, find_warnings, read_checked
 from services.fleet.plan import broker_url, has_registry, make_plan
@@ -20,7 +20,7 @@ from services.fleet.problem import CommandFailed
 from services.fleet.settings import UpSettings, keys_of_ingest, master_of_transforms
 from services.fleet.stop import Stop, stop_on_signals
 from services.fleet.supervisor import Fleet, run_fleet
-from services.fleet.topics import SNAPSHOT, check_changes, describe_removed, prepare
+from services.fleet.topics import check_changes, describe_removed, prepare
 
 _STYLES = {"warning": "yellow", "error": "red", "critical": "red"}
 

@@ -28,9 +28,8 @@ from services.core.yaml_source import BadConfiguration
 from services.fleet.backup.checkpoints import CheckpointState, copy_checkpoint, read_checkpoints
 from services.fleet.backup.manifest import CHECKPOINTS, CONFIG, FORMAT, LOG, SCHEMAS, Manifest, seal
 from services.fleet.backup.schemas import copy_schemas
-from services.fleet.folder import checkpoint_root
+from services.fleet.folder import SNAPSHOT, checkpoint_root
 from services.fleet.problem import CommandFailed
-from services.fleet.topics import SNAPSHOT
 
 DRAFT = ".draft"
 

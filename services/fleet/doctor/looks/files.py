@@ -21,7 +21,7 @@ from services.core.topic_names import lane_name, output_topic
 from services.core.yaml_source import BadConfiguration
 from services.fleet.doctor.diagnosis import about
 from services.fleet.doctor.facts import Certificate, Checkpoint, Disk, Facts, FileFault
-from services.fleet.folder import OBSERVER_TOKEN_FILE, checkpoint_root
+from services.fleet.folder import OBSERVER_TOKEN_FILE, SNAPSHOT, find_checkpoints
 
 
 def look_at_disks(facts: Facts) -> None:
@@ -168,7 +168,7 @@ def _bad_keys(path: Path) -> Iterator[FileFault]:
 def look_at_snapshot(facts: Facts) -> None:
     """The configuration files that differ from those with which the fleet was started. Blocking. Raises OSError."""
     assert facts.data is not None
-    folder = facts.data / "snapshot"
+    folder = facts.data / SNAPSHOT
     try:
         copies = list_copies(folder)
     except FileNotFoundError:
@@ -198,9 +198,7 @@ def look_at_checkpoints(facts: Facts) -> None:
     """The checkpoint of each transform. Of those in S3 only the service knows. Blocking."""
     assert facts.data is not None
     assert facts.pipes is not None
-    snapshot = facts.data / "snapshot"
-    copies = list_copies(snapshot) if snapshot.is_dir() else {}
-    root = checkpoint_root(facts.data, {Path(path): copy for path, copy in copies.items()})
+    root = find_checkpoints(facts.data)
     if isinstance(root, str):
         return
     found = []
