@@ -63,8 +63,9 @@ class OffsetRange(NamedTuple):
 
 Offsets = dict[tuple[str, int], int]
 """The next offset to read, by topic and partition."""
-Begins = Mapping[str, Mapping[int, int]]
-"""As `Offsets`, by topic: where a new checkpoint begins."""
+Begins = Mapping[str, tuple[str, Mapping[int, int]]]
+"""Where a new checkpoint begins, by topic: the topic's identity, and the offsets by partition."""
+NO_BEGINS: Begins = {}
 
 
 def cut_evenly(ranges: Sequence[OffsetRange], events: int) -> Iterator[list[OffsetRange]]:

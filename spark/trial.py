@@ -42,7 +42,7 @@ from spark.jobs.micro_batch import TransformHandler
 from spark.jobs.query import Query
 from spark.jobs.start_checks import check_suitability
 from spark.master import AUTO, MasterKind
-from spark.records import RAW, RAW_SCHEMA, Begins, OffsetRange, to_arrow
+from spark.records import NO_BEGINS, RAW, RAW_SCHEMA, Begins, OffsetRange, to_arrow
 from spark.session import open_session, own_session
 from spark.settings import SelectedPipes, TransformSettings, load_pipes
 from spark.tables import TableUnavailable
@@ -88,7 +88,7 @@ class SampleBroker(DataSourceBroker):
         *,
         checkpoint: str,
         name: str | None = None,
-        begins: Begins | None = None,
+        begins: Begins = NO_BEGINS,
     ) -> DataFrame:
         """For the analysis of a transform: it never runs."""
         raw = StructType.fromDDL(RAW)

@@ -325,6 +325,12 @@ TRANSFORM_WRITTEN = Counter("penstock_transform_events_written", "Events written
 TRANSFORM_DEAD = Counter(
     "penstock_transform_events_dead", "Events written to dead letters, by reason.", ["pipe", "reason"]
 )
+TRANSFORM_LEFT_OUT = Counter(
+    "penstock_transform_events_left_out",
+    "Events that a reset to a time left out, by reason: before_time (they are stored before the time, and nobody knows whether "
+    "they were transformed), gone (retention removed them before they were transformed).",
+    ["pipe", "reason"],
+)
 TRANSFORM_FAILURES = Counter("penstock_transform_query_failures", "Failures of the pipe's query.", ["pipe"])
 TRANSFORM_UP = Gauge(
     "penstock_transform_query_up", "1 while the pipe's query runs. 0 also while it is paused.", ["pipe"]

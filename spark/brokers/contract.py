@@ -18,7 +18,7 @@ from services.core.broker.record import Record
 from services.core.ledger.age import Age
 from services.core.pipes import PipeFile
 from services.core.yaml_source import BadConfiguration, Problem
-from spark.records import Begins, OffsetRange, Offsets, cut_evenly, from_arrow
+from spark.records import NO_BEGINS, Begins, OffsetRange, Offsets, cut_evenly, from_arrow
 from spark.reports import (
     NO_ORIGINS,
     ORIGINS,
@@ -33,7 +33,7 @@ from spark.reports import (
     read_observed,
     read_origins,
 )
-from spark.sources.offsets import offsets_of
+from spark.sources.offsets import offsets_of, pack_offsets
 from spark.sources.source import NAME
 from spark.sources.writer import BY_TIME
 
@@ -189,13 +189,13 @@ class SparkBroker(ABC):
         *,
         checkpoint: str,
         name: str | None = None,
-        begins: Begins | None = None,
+        begins: Begins = NO_BEGINS,
     ) -> DataFrame:
         """Raw records as a stream, from the topics' starts, at most about max_events a micro-batch (None: real-time).
 
         checkpoint: of the query that will run, a URI; empty for a frame that never runs. name: of the source in the checkpoint;
-        letters, digits and _. begins: for a checkpoint without batches: where some partitions begin, by topic; one whose offset
-        is not stored any more begins at its oldest record. The query fails when the next records are missing or damaged.
+        letters, digits and _. begins: for a checkpoint without a finished batch: where some partitions begin. The query fails
+        when the next records, also those there, are missing or damaged, or their topic was made anew; or this call raises.
         """
 
     @abstractmethod
@@ -273,10 +273,10 @@ class DataSourceBroker(SparkBroker):
         *,
         checkpoint: str,
         name: str | None = None,
-        begins: Begins | None = None,
+        begins: Begins = NO_BEGINS,
     ) -> DataFrame:
         options = {"broker": self._url, "topics": ",".join(topics), "max_events": str(max_events)}
-        options["begins"] = json.dumps({topic: begins[topic] for topic in topics if begins and topic in begins})
+        options["begins"] = json.dumps(pack_offsets({topic: begins[topic] for topic in topics if topic in begins}))
         return open_stream(session, name).format(NAME).options(**options).load()
 
     def parse_offsets(self, line: str, checkpoint: str) -> Offsets:

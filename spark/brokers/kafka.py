@@ -34,7 +34,20 @@ from spark.brokers.existing import ReadTopic, run_of, translate
 from spark.brokers.kafka_login import ClientLogin
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, jvm
-from spark.records import DIGITS, HEADERS, LATEST_MS, OUT, OUT_SCHEMA, RAW_NAMES, Begins, OffsetRange, Offsets, to_arrow
+from spark.records import (
+    DIGITS,
+    HEADERS,
+    LATEST_MS,
+    NO_BEGINS,
+    OUT,
+    OUT_SCHEMA,
+    RAW_NAMES,
+    Begins,
+    OffsetRange,
+    Offsets,
+    to_arrow,
+)
+from spark.sources.offsets import check_incarnation
 
 REQUEST_MS = 30_000
 _SINK = {
@@ -136,26 +149,27 @@ class KafkaSparkBroker(SparkBroker):
         *,
         checkpoint: str,
         name: str | None = None,
-        begins: Begins | None = None,
+        begins: Begins = NO_BEGINS,
     ) -> DataFrame:
         options = _SOURCE | {"subscribe": ",".join(self._full(topics)), "startingOffsets": "earliest"}
-        if chosen := {topic: begins[topic] for topic in topics if begins and topic in begins}:
-            options["startingOffsets"] = self._starting(session, topics, chosen)
+        if any(topic in begins for topic in topics):
+            options["startingOffsets"] = self._starting(session, topics, begins)
         if max_events is not None:
             options["maxOffsetsPerTrigger"] = str(max_events)
         options = self._with_servers(options)
         read = self._read_topics(session, topics)
         return self._to_raw(open_stream(session, name).format("kafka").options(**options).load(), read)
 
-    def _starting(self, session: SparkSession, topics: Sequence[str], begins: Mapping[str, Mapping[int, int]]) -> str:
-        """Spark wants all partitions, and of each an offset that is stored. It uses them in the first batch of a checkpoint only.
-        Raises OffsetOutOfRange for an offset behind the end: the records there are not those that were meant."""
+    def _starting(self, session: SparkSession, topics: Sequence[str], begins: Begins) -> str:
+        """Spark wants all partitions. Raises OffsetOutOfRange, TopicRecreated, UnknownTopic, Unavailable."""
+        for topic, identity in self.identify(session, topics).items():
+            check_incarnation(topic, identity, begins.get(topic, ("", {}))[0])
         found: dict[str, dict[str, int]] = {}
         for topic, partition, start, end in self.stored_ranges(session, topics):
-            wanted = begins.get(topic, {}).get(partition, start)
-            if wanted > end:
+            wanted = begins.get(topic, ("", {}))[1].get(partition, start)
+            if not start <= wanted <= end:
                 raise OffsetOutOfRange(topic, partition, wanted, start, end)
-            found.setdefault(self._full_name(topic), {})[str(partition)] = max(wanted, start)
+            found.setdefault(self._full_name(topic), {})[str(partition)] = wanted
         return json.dumps(found)
 
     def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:

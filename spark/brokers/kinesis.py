@@ -30,7 +30,7 @@ from spark.brokers.contract import (
     try_in_tasks,
 )
 from spark.java import hadoop_setting
-from spark.records import Begins, OffsetRange, Offsets
+from spark.records import NO_BEGINS, Begins, OffsetRange, Offsets
 from spark.sources.ends import Place, ends_of, open_notes, plan_of
 from spark.sources.offsets import offsets_of
 from spark.sources.puts import PUT_ROW, add_counters, put_task
@@ -109,7 +109,7 @@ class KinesisSparkBroker(DataSourceBroker):
         *,
         checkpoint: str,
         name: str | None = None,
-        begins: Begins | None = None,  # penstock group reset refuses it here
+        begins: Begins = NO_BEGINS,  # penstock group reset refuses it here
     ) -> DataFrame:
         options = {"broker": self._url, "topics": ",".join(topics), "max_events": str(max_events)}
         options |= {"checkpoint": checkpoint, "store": json.dumps(_store_of(session, self._url))}

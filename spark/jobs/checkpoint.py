@@ -28,7 +28,7 @@ from services.core.version import VERSION, newer_format
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, HadoopFolder
 from spark.jobs.claims import CLAIMS, CheckpointInUse, Claim, Claims, FolderStore, beating
-from spark.records import Begins, Offsets
+from spark.records import NO_BEGINS, Begins, Offsets
 from spark.sources.offsets import sync, sync_batch
 
 Note = TypeVar("Note")
@@ -37,8 +37,9 @@ _NAME = re.compile(r"^[A-Za-z0-9_]+:")
 """Before the offset of a named source."""
 _VERSION = 2
 """The newest format. 2: of a transform with state on Kinesis, whose batches end where notes say (`sources.ends`): Penstock 0.1
-would read its last batch again, and count it twice in the state. With named sources, which 0.1 cannot read. And with state in
-files that commits name (`state_store.py`), which 0.1 does not look for."""
+would read its last batch again, and count it twice in the state. With named sources, which 0.1 cannot read. With state in
+files that commits name (`state_store.py`), which 0.1 does not look for. And of a transform that begins at a time: 0.1 would
+compute the first batch again from the oldest record on."""
 NAMED_VERSION = 2
 _FIRST_VERSION = 1
 _KIND_OF_2 = ", from Penstock 0.2 on"
@@ -178,16 +179,20 @@ class Checkpoint:
             sync_batch(self._local, batch)
 
     def begins(self) -> Begins:
-        """As of `Identity`; empty for a new folder. Raises CheckpointDamaged."""
+        """For `SparkBroker.read_stream`. Raises CheckpointDamaged."""
         identity = self.read_identity()
-        return {} if identity is None else identity.begins
+        if identity is None or self.newest("commits") is not None:
+            return NO_BEGINS
+        return {topic: (identity.topics[topic], offsets) for topic, offsets in identity.begins.items()}
 
     def offsets(self, batch: int | None, parse: Callable[[str, str], Offsets]) -> Offsets:
         """The planned end of this batch; None: the position before the first one. A partition that is not in it begins at its
         oldest record. parse: `SparkBroker.parse_offsets`.
         """
         if batch is None:
-            return {(topic, part): offset for topic, parts in self.begins().items() for part, offset in parts.items()}
+            identity = self.read_identity()
+            begins = {} if identity is None else identity.begins
+            return {(topic, part): offset for topic, parts in begins.items() for part, offset in parts.items()}
         lines = [_NAME.sub("", line) for line in self._lines(f"offsets/{batch}")[2:]]
         return {place: offset for line in lines if line != "-" for place, offset in parse(line, self.path).items()}
 

@@ -1,14 +1,17 @@
 """Where a transform begins that was reset to a time.
 
 The reset left the offsets of that time in the transform's mark. It must not pass over an event that the transform has not read.
-So a partition begins at its position in the former checkpoint, if that comes first.
+So a partition begins at its position in the former checkpoint, if that comes first. Where no position is known, the stored events
+before the time are left out; they and those that retention removed before they were read are logged and counted.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 
 import structlog
 from pyspark.sql import SparkSession
 
+from services.core.metrics import TRANSFORM_LEFT_OUT
 from services.core.transform_marks import TransformMark
 from spark.brokers.contract import SparkBroker
 from spark.java import JAVA_ERRORS
@@ -16,7 +19,7 @@ from spark.jobs.checkpoint import Checkpoint, CheckpointDamaged, Identity, peek_
 from spark.jobs.modes import MODE_FILE, PER_BATCH
 from spark.jobs.open_batches import REJECTED_FILE, REPORTED_FILE, UpTo
 from spark.jobs.replay import REJECTS
-from spark.records import Begins, Offsets
+from spark.records import Offsets
 
 log = structlog.get_logger()
 
@@ -29,45 +32,67 @@ def find_begins(
     mark: TransformMark | None,
     *,
     ledger: bool = True,
-) -> Begins:
-    """For the first batch of a new checkpoint, by topic; empty without a reset to a time. A partition that is not in it begins at
-    its oldest record.
+) -> dict[str, dict[int, int]]:
+    """`Identity.begins` of a new checkpoint; empty without a reset to a time.
 
     root: the folder of all checkpoints. identity: of the new one. ledger: whether reports have sets of origins. Raises
-    CheckpointDamaged when the offsets are of another topic, when the former checkpoint is gone, and when it or this
-    transform keeps state: results would lack what came before.
+    CheckpointDamaged when offsets are of another topic or behind its end, when the former checkpoint is gone, and when it or this
+    transform keeps state: results would lack what came before. Raises UnknownTopic, Unavailable.
     """
     if mark is None or not mark.begins:
         return {}
-    earliest = f"Try: penstock group reset {identity.pipe} --to-earliest"
     if identity.state:
         raise CheckpointDamaged(
             f"the transform of {identity.pipe} keeps state over several events, so it cannot begin at a time: its first results "
-            f"would lack what came before. {earliest}"
+            f"would lack what came before. Try: penstock group reset {identity.pipe} --to-earliest"
         )
+    chosen = _chosen(broker, identity, mark)
+    known, done = _position(session, root, broker, identity, mark.former, ledger=ledger)
     begins: dict[str, dict[int, int]] = {}
-    for topic, begin in mark.begins.items():
-        if topic not in identity.topics:
-            continue
+    before_time, gone = Counter[str](), Counter[str]()
+    for topic, partition, start, end in broker.stored_ranges(session, sorted(chosen)):
+        begin, place = chosen[topic].get(partition, start), (topic, partition)
+        if (furthest := max(begin, done.get(place, begin))) > end:
+            raise CheckpointDamaged(
+                f"{identity.pipe} knows offset {furthest} of {topic}:{partition}, which ends at {end}: records were lost, and "
+                f"others may have their offsets. Try: penstock group reset {identity.pipe} --to-earliest"
+            )
+        if known is None or known.get(topic, identity.topics[topic]) != identity.topics[topic]:
+            before_time[topic] += max(0, begin - start)
+        else:  # of a source or a partition that the former transform did not read all counts
+            gone[topic] += max(0, start - done.get(place, start))
+            begin = min(begin, done.get(place, start))
+        if begin > start:
+            begins.setdefault(topic, {})[partition] = begin
+    log.info("begins_at_a_time", pipe=identity.pipe, begins=begins, by=mark.by, former=mark.former)
+    _count(identity.pipe, "before_time", before_time, "stored events before the time are not transformed")
+    _count(identity.pipe, "gone", gone, "retention removed these events before they were transformed")
+    return begins
+
+
+def _chosen(broker: SparkBroker, identity: Identity, mark: TransformMark) -> dict[str, dict[int, int]]:
+    """The offsets of the time in the topics that are still sources. A source that was added since is not among them."""
+    found = {topic: begin for topic, begin in mark.begins.items() if topic in identity.topics}
+    for topic, begin in found.items():
         if broker.identity_of(begin.incarnation) != identity.topics[topic]:
             raise CheckpointDamaged(
                 f"topic {topic!r} was deleted and created again since {identity.pipe} was reset to a time. Try: penstock group "
                 f"reset {identity.pipe} with --to or --to-earliest"
             )
-        begins[topic] = dict(begin.offsets)
-    if mark.former:
-        begins = _pass_over_nothing(
-            begins, identity, peek_checkpoint(session, root, mark.former), broker, ledger=ledger
-        )
-    log.info("begins_at_a_time", pipe=identity.pipe, begins=begins, by=mark.by, former=mark.former)
-    return begins
+    return {topic: begin.offsets for topic, begin in found.items()}
 
 
-def _pass_over_nothing(
-    begins: dict[str, dict[int, int]], identity: Identity, former: Checkpoint, broker: SparkBroker, *, ledger: bool
-) -> dict[str, dict[int, int]]:
-    """A topic that was no source, and a partition that was not read, begin at their oldest record."""
-    again = f"penstock group reset {identity.pipe} with --to or --to-earliest"
+def _position(
+    session: SparkSession, root: str, broker: SparkBroker, identity: Identity, name: str, *, ledger: bool
+) -> tuple[dict[str, str] | None, Offsets]:
+    """The identities of the topics that the former transform knew, and its position in those that are the same. None: there is no
+    former checkpoint."""
+    if not name:
+        return None, {}
+    former, again = (
+        peek_checkpoint(session, root, name),
+        f"penstock group reset {identity.pipe} with --to or --to-earliest",
+    )
     try:
         before = former.read_identity()
         done = {} if before is None else _settled(before, former, broker, ledger=ledger)
@@ -85,15 +110,8 @@ def _pass_over_nothing(
             f"the former transform of {identity.pipe} kept state over several events, which would be lost. Try: "
             f"penstock group reset {identity.pipe} --to-earliest"
         )
-    found = {}
-    for topic in begins.keys() & before.topics.keys():
-        is_same = before.topics[topic] == identity.topics[topic]
-        found[topic] = _no_further(topic, begins[topic], done) if is_same else begins[topic]
-    return found
-
-
-def _no_further(topic: str, begins: Mapping[int, int], done: Offsets) -> dict[int, int]:
-    return {p: min(offset, done[topic, p]) for p, offset in begins.items() if (topic, p) in done}
+    same = {topic for topic, found in before.topics.items() if identity.topics.get(topic) == found}
+    return before.topics, {place: offset for place, offset in done.items() if place[0] in same}
 
 
 def _settled(before: Identity, former: Checkpoint, broker: SparkBroker, *, ledger: bool) -> Offsets:
@@ -113,3 +131,9 @@ def _settled(before: Identity, former: Checkpoint, broker: SparkBroker, *, ledge
 
 def _lower(one: Offsets, other: Offsets) -> Offsets:
     return {place: min(offset, other[place]) for place, offset in one.items() if place in other}
+
+
+def _count(pipe: str, reason: str, events: Mapping[str, int], what: str) -> None:
+    if found := {topic: number for topic, number in events.items() if number}:
+        TRANSFORM_LEFT_OUT.labels(pipe, reason).inc(sum(found.values()))
+        log.warning("events_left_out", pipe=pipe, reason=reason, events=found, hint=f"{what}; docs/transforms.md")

@@ -25,7 +25,7 @@ from spark.jobs.replay import REJECTS
 from spark.jobs.streaming_plan import source_name
 from spark.marks import Marks
 from spark.master import MasterKind
-from spark.records import EVENT_TIME, Begins
+from spark.records import EVENT_TIME
 from spark.session import own_session, slots
 from spark.settings import SelectedPipes, TransformSettings
 from spark.transforms.analysis import watermarks
@@ -132,7 +132,7 @@ def adopt_checkpoint(
     marks: Marks,
     *,
     version: int = 1,
-    begins_of: Callable[[Identity, TransformMark | None], Begins] = lambda _identity, _mark: {},
+    begins_of: Callable[[Identity, TransformMark | None], dict[str, dict[int, int]]] = lambda _identity, _mark: {},
 ) -> Identity:
     """Use the checkpoint for this pipe: a new one or that of its last run. topics: identity of each source topic.
 
@@ -145,11 +145,9 @@ def adopt_checkpoint(
     found, mark = checkpoint.read_identity(), marks.read(prepared.pipe)
     if found is None:
         identity = _new_identity(checkpoint, prepared, topics, mark)
-        identity = msgspec.structs.replace(
-            identity,
-            version=max(version, NAMED_VERSION if identity.named else identity.version),
-            begins={topic: dict(parts) for topic, parts in begins_of(identity, mark).items()},
-        )
+        begins = begins_of(identity, mark)
+        needed = NAMED_VERSION if identity.named or begins else identity.version
+        identity = msgspec.structs.replace(identity, version=max(version, needed), begins=begins)
     else:
         _check_fits(checkpoint, found, prepared, topics)
         _check_mark(checkpoint, found, mark)

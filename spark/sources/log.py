@@ -10,7 +10,6 @@ from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Inp
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows
 
 from services.core.broker.contract import PartitionRange
-from services.core.broker.errors import OffsetOutOfRange
 from services.core.broker.log.blocking import append_once, ends, read_range
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topic_reader import TopicReader
@@ -71,13 +70,13 @@ class LogStreamReader(DataSourceStreamReader):
         self._path = _path(options)
         self._topics = options["topics"].split(",")
         self._max_events = int(options["max_events"])
-        begins = json.loads(options.get("begins", "{}"))
-        self._begins = {topic: {int(p): n for p, n in part.items()} for topic, part in begins.items()}
+        self._begins: Offset = json.loads(options["begins"]) if "begins" in options else pack_offsets({})
         self._readers: dict[str, TopicReader] = {}
 
     def initialOffset(self) -> Offset:  # noqa: N802 - pyspark's name
-        """None is read. The first batch of each partition notes where it begins."""
-        return pack_offsets({})
+        """Where a reset to a time lets it begin; else None is read. The first batch of each other partition notes where it
+        begins."""
+        return self._begins
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - pyspark's name
         return ReadMaxRows(self._max_events)
@@ -93,24 +92,12 @@ class LogStreamReader(DataSourceStreamReader):
             known = offsets_of(start, topic)
             check_stored(topic, incarnation, known, stored)
             share = -(-room // (len(self._topics) - number))
-            begun[topic] = self._begin(topic, {p: part for p, part in stored.items() if p not in known[1]})
-            position = {**begun[topic], **known[1]}
-            following = advance(position, stored, share)
+            following = advance(known[1], stored, share)
             topics[topic] = (incarnation, following)
-            read = sum(following[p] - position[p] for p in stored)
+            begun[topic] = {p: part.start for p, part in stored.items() if p not in known[1]}
+            read = sum(following[p] - known[1].get(p, part.start) for p, part in stored.items())
             room, found = room - read, found or read > 0
         return pack_offsets(topics, begun) if found else start
-
-    def _begin(self, topic: str, parts: Mapping[int, PartitionRange]) -> dict[int, int]:
-        """Where these partitions begin that no batch has read. Retention may have removed the first records meanwhile. Raises
-        OffsetOutOfRange for an offset behind the end: the records there are not those that were meant."""
-        found = {}
-        for partition, part in parts.items():
-            wanted = self._begins.get(topic, {}).get(partition, part.start)
-            if wanted > part.end:
-                raise OffsetOutOfRange(topic, partition, wanted, part.start, part.end)
-            found[partition] = max(wanted, part.start)
-        return found
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """The tasks between two offsets. Raises TopicRecreated when the records are not those that were counted."""

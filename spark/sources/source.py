@@ -1,9 +1,10 @@
 """The embedded log and Kinesis as one Spark data source, `penstock`, for streams, and for batches that are read.
 
 Reading returns the columns RAW of `spark.records`; writing takes its columns OUT. Options: `broker` (its URL); for a stream that
-is read: `topics` (comma-joined), `max_events` (the limit of a micro-batch), and on Kinesis `checkpoint` (the query's) and `tasks`
-(at most so many); for a batch that is read: `ranges`; for a stream that is written: `topic`, `writer`. The log stores a batch
-once, and is not for a cluster: all processes share its host. Kinesis stores a batch at least once.
+is read: `topics` (comma-joined), `max_events` (the limit of a micro-batch), on the log `begins` (the offset before the first
+batch), on Kinesis `checkpoint` (the query's) and `tasks` (at most so many); for a batch that is read: `ranges`; for a stream that
+is written: `topic`, `writer`. The log stores a batch once, and is not for a cluster: all processes share its host. Kinesis stores
+a batch at least once.
 
 Spark pickles the classes by reference, so its workers need this package on their path. A worker loads only its broker's modules.
 """

@@ -2,7 +2,6 @@
 
 import shutil
 import threading
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from services.core.broker.log.topics import create_topic, delete_topic
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.pauses import Pause
-from services.core.transform_marks import Begin, TransformMark
 from spark.brokers.contract import measure_backlog
 from spark.brokers.log import LogSparkBroker
 from spark.health import QueryState, Watchdog
@@ -27,13 +25,11 @@ from spark.jobs.checkpoint import CheckpointDamaged, open_checkpoint
 from spark.jobs.claims import CheckpointInUse
 from spark.jobs.culprits import ALL_FAILED, FailureStreak
 from spark.jobs.job import Job
-from spark.jobs.modes import MODE_FILE
-from spark.jobs.open_batches import REJECTED_FILE, REPORTED_FILE
 from spark.jobs.query import Query
 from spark.jobs.start_checks import adopt_checkpoint, check_not_older
 from spark.jobs.state_store import checkpoint_version
 from spark.settings import SelectedPipes
-from tests.spark.log_pipeline import DEADLINE_S, LogPipeline, event, interrupt_queries, numbers, wait_for
+from tests.spark.log_pipeline import DEADLINE_S, LogPipeline, event, interrupt_queries, wait_for
 
 COLUMNS = "delay INT"
 
@@ -157,101 +153,6 @@ def test_transform_may_change(pipeline: LogPipeline) -> None:
     pipeline.run(pipeline.pipe(columns=COLUMNS, sql="SELECT event, delay + 1 AS later FROM s", max_events=10), 40)
     assert ids(pipeline) == sorted(f"id-{n}" for n in range(40))
     assert sum(b"later" in (r.value or b"") for r in pipeline.out) == 10
-
-
-def reset_to(pipeline: LogPipeline, offsets: dict[int, int], *, topic: str = "", former: str = "") -> None:
-    """As `penstock group reset p --to TIME`. topic: the incarnation of `s`; else the present one."""
-    incarnation = topic or LogSparkBroker(str(pipeline.log)).identify(pipeline.session, ["s"])["s"]
-    begins = {"s": Begin(incarnation, offsets)}
-    pipeline.marks.newest["p"] = TransformMark("reset", "", "ann", 1, begins=begins, former=former)
-
-
-def test_begins_where_a_reset_to_a_time_says(pipeline: LogPipeline) -> None:
-    """If this fails, a transform reads all its sources again after a loss; or skips events behind its first batch; or takes
-    offsets of a topic for those of another one of its name."""
-    chosen, checkpoint = run_first(pipeline)
-    checkpoint.rename(checkpoint.with_name("former"))
-    offsets = {partition: held.end - 1 for partition, held in blocking.ends(pipeline.log, "s").items() if held.end}
-    reset_to(pipeline, offsets, topic="0" * 32)
-    with (
-        pytest.raises(CheckpointDamaged, match="'s' was deleted and created again since p was reset"),
-        pipeline.query(chosen),
-    ):
-        pass
-    reset_to(pipeline, offsets)
-    with pipeline.query(chosen) as query:
-        assert query.checkpoint.committed_offsets(query.broker.parse_offsets) == {
-            ("s", p): n for p, n in offsets.items()
-        }
-    pipeline.send(flights(30, 40))
-    pipeline.run(chosen, 40 + len(offsets))
-    pipeline.run(chosen, 40 + len(offsets))  # from its checkpoint, although that knows where it began
-    counts = Counter(ids(pipeline))
-    assert counts.keys() == {f"id-{n}" for n in range(40)}
-    assert sorted(counts.values()) == [1] * (40 - len(offsets)) + [2] * len(offsets)
-
-
-def test_a_reset_to_a_time_passes_over_no_event(pipeline: LogPipeline) -> None:
-    """If this fails, a transform that was behind does not transform the events between its position and the time."""
-    chosen, checkpoint = run_first(pipeline)
-    checkpoint.rename(checkpoint.with_name("former"))
-    pipeline.send(flights(30, 40))
-    reset_to(pipeline, {p: held.end for p, held in blocking.ends(pipeline.log, "s").items()}, former="former")
-    pipeline.run(chosen, 40)
-    assert ids(pipeline) == sorted(f"id-{n}" for n in range(40))
-
-
-def test_a_former_checkpoint_that_does_not_fit(pipeline: LogPipeline) -> None:
-    """If this fails, a reset to a time passes over events that were not transformed, because nobody could say which."""
-    chosen, checkpoint = run_first(pipeline)
-    former = checkpoint.rename(checkpoint.with_name("former"))
-    identity = orjson.loads((former / "penstock.json").read_bytes())
-    ends = {partition: held.end for partition, held in blocking.ends(pipeline.log, "s").items()}
-    pipeline.send(flights(30, 40))
-
-    def begins(name: str = "former", **changed: object) -> object:
-        (former / "penstock.json").write_bytes(orjson.dumps(identity | changed))
-        shutil.rmtree(checkpoint, ignore_errors=True)
-        reset_to(pipeline, {p: held.end for p, held in blocking.ends(pipeline.log, "s").items()}, former=name)
-        with pipeline.query(chosen) as query:
-            return query.checkpoint.begins()
-
-    assert begins() == {"s": ends}
-    with pytest.raises(CheckpointDamaged, match="the former checkpoint of p, is gone, and its position counts"):
-        begins("another")
-    with pytest.raises(CheckpointDamaged, match="the former transform of p kept state"):
-        begins(state="of a window")
-    with pytest.raises(CheckpointDamaged, match="the former checkpoint of p, cannot be read"):
-        begins(topics=3)
-    assert begins(topics={"t": "another source"}) == {}
-    assert begins(topics={"s": "0" * 32}) == {
-        "s": {p: held.end for p, held in blocking.ends(pipeline.log, "s").items()}
-    }
-    for file in (REPORTED_FILE, REJECTED_FILE):
-        (former / file).write_text('{"batch":-1,"end":[["s",0,"1"]]}')
-    assert begins(kind="per batch") == {"s": ends}, "they are of another mode"
-    (former / MODE_FILE).write_text('"in plan"')
-    assert begins() == {"s": {0: 1}}, "the others were not read"
-
-
-def test_a_first_batch_that_begins_at_a_time_is_the_same_again(pipeline: LogPipeline) -> None:
-    """If this fails, a crash in the first batch after a reset to a time lets the transform read everything, or hides events that
-    it never read."""
-    chosen, checkpoint = run_first(pipeline)
-    checkpoint.rename(checkpoint.with_name("former"))
-    ends = {partition: held.end for partition, held in blocking.ends(pipeline.log, "s").items()}
-    reset_to(pipeline, {partition: end - 1 for partition, end in ends.items() if end})
-    pipeline.run(chosen, 30 + sum(1 for end in ends.values() if end))
-    for name in ("0", ".0.crc"):  # the batch is planned and stored, and Spark has not committed it
-        (checkpoint / "commits" / name).unlink()
-    for name in (REPORTED_FILE, REJECTED_FILE):
-        (checkpoint / name).unlink(missing_ok=True)
-    before, reports = len(pipeline.out), len(pipeline.reports)
-    pipeline.send(flights(30, 40))
-    pipeline.run(chosen, 30 + 2 * sum(1 for end in ends.values() if end) + 10)
-    assert len(pipeline.out) == before + 10
-    again = numbers(pipeline.reports[reports:], "passed") | numbers(pipeline.reports[reports:], "filtered")
-    assert len(again) == sum(1 for end in ends.values() if end) + 10
 
 
 def test_batch_that_was_stored_is_not_stored_again(pipeline: LogPipeline) -> None:

@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from base64 import urlsafe_b64decode
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import msgspec
 import orjson
@@ -16,7 +18,7 @@ from pyspark.sql import SparkSession
 
 from services.core import dead_letter
 from services.core.broker.connect import open_broker
-from services.core.broker.errors import Unavailable
+from services.core.broker.errors import OffsetOutOfRange, Unavailable
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
@@ -26,6 +28,7 @@ from services.core.transform_marks import Begin, TransformMark
 from spark.brokers.kafka import KafkaSparkBroker
 from spark.jobs.attempts import MAX_ENDED, Attempt, Attempts
 from spark.jobs.replay import BadRecords
+from spark.sources.offsets import TopicRecreated
 from tests.spark.broker_pipeline import BrokerPipeline
 from tests.spark.log_pipeline import NOW, event, interrupt_queries, numbers, wait_for
 from tests.spark.service_process import ServiceProcess, TooLateError
@@ -122,6 +125,26 @@ def test_begins_where_a_reset_to_a_time_says(
     assert pipeline.problem is None
     assert sorted(read_id(record) or "" for record in out) == sorted(f"id-{n}" for n in (7, 9, *range(10, 20)))
     assert reasons(dead) == {"id-8": "schema_mismatch"}
+
+
+def test_begins_at_an_offset_that_is_not_stored(make_pipeline: MakePipeline, spark: SparkSession) -> None:
+    """If this fails, a transform that was reset to a time begins in the middle of a topic that was made anew, or behind records
+    that got the offsets of lost ones."""
+    pipeline = make_pipeline(2)
+    pipeline.send([flight(n) for n in range(10)], 0)
+    broker, stream = KafkaSparkBroker(pipeline.url.removeprefix("kafka://")), pipeline.stream
+    identity = broker.identify(spark, [stream])[stream]
+    for offset in (11, -1):
+        with pytest.raises(OffsetOutOfRange):
+            broker.read_stream(spark, [stream], 10, checkpoint="", begins={stream: (identity, {0: offset})})
+    with pytest.raises(TopicRecreated):
+        broker.read_stream(spark, [stream], 10, checkpoint="", begins={stream: ("another", {0: 5})})
+    broker.read_stream(spark, [stream], 10, checkpoint="", begins={stream: (identity, {0: 10})})
+    begins = {stream: Begin(str(UUID(bytes=urlsafe_b64decode(identity + "=="))), {0: 11})}
+    pipeline.marks.newest[pipeline.pipe] = TransformMark("reset", "", "ann", 1, begins=begins)
+    pipeline.start(pipeline.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}"))
+    wait_for(lambda: "knows offset 11" in (pipeline.problem or ""), "the refusal")
+    pipeline.stop()
 
 
 def test_real_time(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,8 @@ def test_a_stream_whose_first_records_are_gone(tmp_path: Path) -> None:
 
 
 def test_a_new_checkpoint_begins_at_an_offset(tmp_path: Path) -> None:
-    """If this fails, a transform that was reset to a time reads everything, skips events, or asks for what is gone."""
+    """If this fails, a transform that was reset to a time reads everything, skips events, or begins in the middle of another
+    topic of that name."""
     folder = DataFolder.prepare(tmp_path)
     create_topic(folder, TopicSpec("s", 3))
     for first in range(0, 40, 10):
@@ -124,20 +125,26 @@ def test_a_new_checkpoint_begins_at_an_offset(tmp_path: Path) -> None:
         blocking.append(tmp_path, "s", dict.fromkeys(range(3), records))
     with closing(TopicStore.open(folder, "s")) as store:
         remove_before(store, 1, 20)
-    options = {"broker": f"log://{tmp_path}", "topics": "s", "max_events": "100"}
-    begun = LogStreamReader(options | {"begins": json.dumps({"s": {0: 35, 1: 5}, "t": {0: 1}})})
-    planned = begun.latestOffset(begun.initialOffset(), ReadMaxRows(1000))
-    for reader in (begun, LogStreamReader(options)):  # a batch that is computed again begins where it did
-        tasks: Any = reader.partitions(reader.initialOffset(), planned)
+        incarnation = store.meta.incarnation.hex()
+    options, all_rows = {"broker": f"log://{tmp_path}", "topics": "s", "max_events": "100"}, ReadMaxRows(1000)
+
+    def reader(offsets: dict[int, int], known: str = incarnation) -> LogStreamReader:
+        return LogStreamReader(options | {"begins": json.dumps(pack_offsets({"s": (known, offsets)}))})
+
+    begun = reader({0: 35, 2: 40})
+    planned = begun.latestOffset(begun.initialOffset(), all_rows)
+    for again in (begun, reader({0: 35, 2: 40})):  # a batch that is computed again begins where it did
+        tasks: Any = again.partitions(again.initialOffset(), planned)
         assert sorted(part for task in tasks for part in task.ranges) == [
             OffsetRange("s", 0, 35, 40),
             OffsetRange("s", 1, 20, 40),  # the oldest that is stored
-            OffsetRange("s", 2, 0, 40),
         ]
-    assert begun.latestOffset(planned, ReadMaxRows(1000)) == planned
-    behind = LogStreamReader(options | {"begins": json.dumps({"s": {0: 41}})})
-    with pytest.raises(OffsetOutOfRange):
-        behind.latestOffset(behind.initialOffset(), ReadMaxRows(1000))
+    assert begun.latestOffset(planned, all_rows) == planned
+    for wrong in ({0: 41}, {1: 19}):
+        with pytest.raises(OffsetOutOfRange):
+            reader(wrong).latestOffset(reader(wrong).initialOffset(), all_rows)
+    with pytest.raises(TopicRecreated):
+        reader({0: 35}, "0" * 32).latestOffset(reader({0: 35}, "0" * 32).initialOffset(), all_rows)
 
 
 def test_small_ranges_share_a_task() -> None:

@@ -144,3 +144,20 @@ def test_a_query_that_failed_before_its_first_batch_starts_again() -> None:
     folder.batch = None
     with pytest.raises(CheckpointDamaged, match="its offsets are gone"):
         adopt_checkpoint(folder, prepared(HOUR), TOPICS, StoredMarks())
+
+
+def test_a_transform_that_begins_at_a_time_gets_no_state() -> None:
+    """If this fails, the first results of a window lack what came before; or a transform that has begun at the oldest event, and
+    could keep state, is refused."""
+    folder: Any = Folder()
+    rows, begins = prepared("SELECT * FROM s", row_by_row=True), {"s": {0: 5}}
+    found = adopt_checkpoint(folder, rows, TOPICS, StoredMarks(), begins_of=lambda _identity, _mark: begins)
+    assert (found.begins, found.version) == (begins, 2), "0.1 would read the first batch from the oldest record on"
+    assert "it begins at a time, and cannot keep state. Try: penstock group reset p --to-earliest" in (
+        changed_state(folder, prepared(HOUR)) or ""
+    )
+    assert changed_state(folder, rows) is None
+    folder.identity = msgspec.structs.replace(found, begins={})
+    assert changed_state(folder, prepared(HOUR)) is None
+    folder.identity, folder.batch = found, 3
+    assert "the former one treated each event by itself" in (changed_state(folder, prepared(HOUR)) or "")
