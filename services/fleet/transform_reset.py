@@ -20,6 +20,7 @@ from services.core.broker.contract import Broker, Lag, PartitionRange
 from services.core.broker.producer import Producer
 from services.core.broker.record import TopicPartition
 from services.core.folders import sync_folder
+from services.core.times import format_time
 from services.core.transform_marks import Begin, TransformMark, write_transform_mark
 from services.fleet.offsets import Move, PartitionOffsets, audited, count_events
 from services.fleet.problem import CommandFailed
@@ -30,10 +31,16 @@ _IDENTITY = "penstock.json"
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """moves: to where the transform begins again, by partition. begins: of a reset to a time, for its mark."""
+    """moves: to where the transform begins again, by partition. since, begins: of a reset to a time; begins: for its mark.
+
+    older: stored events before that. Those that the former transform has not read are transformed, too, where its position is
+    known: so the moves count at least what will be transformed.
+    """
 
     moves: list[Move]
+    since: datetime | None
     begins: dict[str, Begin]
+    older: int = 0
 
 
 async def plan_restart(broker: Broker, sources: Sequence[str], since: datetime | None = None) -> Restart:
@@ -43,20 +50,21 @@ async def plan_restart(broker: Broker, sources: Sequence[str], since: datetime |
     """
     if since is not None and not broker.features.contiguous_offsets:
         raise CommandFailed("on Kinesis a transform cannot begin at a time", "--to-earliest", status=2)
-    found = Restart([], {})
+    moves: list[Move] = []
+    begins: dict[str, Begin] = {}
     for topic in sources:
         # First: the offsets of a topic that is made again meanwhile do not count as this one's.
         incarnation = await broker.admin.incarnation(topic)
-        begins = {} if since is None else await broker.reader.offsets_at(topic, since)
-        moves = []
+        wanted = {} if since is None else await broker.reader.offsets_at(topic, since)
+        found = {}
         for number, held in sorted((await broker.reader.describe(topic)).items()):
             now = PartitionOffsets(TopicPartition(topic, number), held, None, Lag(0, 0))
-            to = min(max(begins.get(number, held.start), held.start), held.end)
+            to = found[number] = min(max(wanted.get(number, held.start), held.start), held.end)
             moves.append(await count_events(broker, Move(now, to, PartitionRange(to, held.end))))
-        found.moves.extend(moves)
         if since is not None:
-            found.begins[topic] = Begin(incarnation, {move.now.source.partition: move.to for move in moves})
-    return found
+            begins[topic] = Begin(incarnation, found)
+    older = 0 if since is None else sum(move.to - move.now.held.start for move in moves)
+    return Restart(moves, since, begins, older)
 
 
 async def record_restart(
@@ -65,26 +73,37 @@ async def record_restart(
     """Write the audit, then the mark: without a checkpoint the transform begins again. former: as of `find_former`. Raises
     BrokerError kinds.
     """
-    await write_moves(producer, RESET, who, {"transform": pipe}, audited(restart.moves))
+    about = {"transform": pipe}
+    if (
+        restart.since is not None
+    ):  # the audit's ranges begin there; the transform begins earlier where its position says so
+        about |= {"since": time_text(restart.since)} | ({"or_position_of": former} if former else {})
+    await write_moves(producer, RESET, who, about, audited(restart.moves))
     if restart.begins or former or (mark is not None and (mark.has_begun or mark.begins)):
         checkpoint, plan = ("", None) if mark is None else (mark.checkpoint, mark.plan)
         await write_transform_mark(producer, pipe, "reset", checkpoint, who, plan, begins=restart.begins, former=former)
 
 
-def no_checkpoint(folder: Path) -> CommandFailed:
-    """The error to raise when there is nothing to reset."""
+def time_text(since: datetime) -> str:
+    """RFC 3339."""
+    return format_time(round(since.timestamp() * 1000))
+
+
+def no_checkpoint(place: str) -> CommandFailed:
+    """The error to raise when there is nothing to reset. place: where the checkpoint would be."""
     return CommandFailed(
-        f"there is no checkpoint in {folder}, and the transform has not begun on this broker",
+        f"there is no checkpoint in {place}, and the transform has not begun on this broker",
         "--data with the fleet's folder, or --broker with the broker's URL",
     )
 
 
 @contextmanager
-def hold_checkpoint(folder: Path) -> Iterator[bool]:
+def hold_checkpoint(folder: Path | None) -> Iterator[bool]:
     """Keep the transform from starting. Gives whether the folder holds a checkpoint; a transform that was refused leaves
-    its lock and its claim. Without the folder nothing is kept. Blocking. Raises CommandFailed while the transform runs.
+    its lock and its claim. Without the folder nothing is kept. None: the checkpoints are in an object store. Blocking. Raises
+    CommandFailed while the transform runs.
     """
-    if (lock := _open_lock(folder)) is None:
+    if folder is None or (lock := _open_lock(folder)) is None:
         yield False
         return
     try:
@@ -100,19 +119,21 @@ def hold_checkpoint(folder: Path) -> Iterator[bool]:
 
 
 def _open_lock(folder: Path) -> int | None:
-    """A file descriptor; None without a folder that a transform made."""
+    """A file descriptor; None without the folder. A checkpoint from a backup has no lock yet."""
     try:
-        return os.open(folder / "penstock.lock", os.O_RDWR | os.O_CLOEXEC)
+        return os.open(folder / "penstock.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise CommandFailed(f"the checkpoint in {folder} cannot be locked: {error.strerror}") from error
 
 
-def find_former(folder: Path, aside: Path | None, mark: TransformMark | None) -> str:
+def find_former(folder: Path | None, aside: Path | None, mark: TransformMark | None) -> str:
     """The name of the checkpoint with the position of the transform before this reset, and before those that it did not see; ""
-    where there is none. aside: its coming name. Blocking.
+    where there is none. folder: as of `hold_checkpoint`. aside: its coming name. Blocking.
     """
+    if folder is None:
+        return ""
     if aside is not None and (folder / _IDENTITY).exists():
         return aside.name
     known = "" if mark is None else mark.former

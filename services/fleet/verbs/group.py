@@ -19,9 +19,8 @@ from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.pauses import Pause, list_paused
 from services.core.pipes import PipeFile, load_pipes
-from services.core.times import date_of, format_time, parse_time
+from services.core.times import date_of, parse_time
 from services.core.topic_names import renames_of
-from services.core.transform_marks import TransformMark, read_transform_mark
 from services.core.units import format_count
 from services.fleet.access import find_broker, find_fleet, find_pipes, opened
 from services.fleet.console import ERR, OUT, confirm, make_table, print_note
@@ -45,17 +44,8 @@ from services.fleet.paused import pause_json
 from services.fleet.problem import CommandFailed
 from services.fleet.status import read_status
 from services.fleet.status_view import millis
-from services.fleet.transform_reset import (
-    Restart,
-    find_former,
-    hold_checkpoint,
-    name_aside,
-    no_checkpoint,
-    plan_restart,
-    record_restart,
-    set_aside,
-)
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
+from services.fleet.verbs.transform_restart import restart_transform
 
 GROUP = typer.Typer(
     help="The offsets of destinations: show them, deliver events again, or skip events.", no_args_is_help=True
@@ -212,7 +202,7 @@ def reset(
         and pipe.transform is not None
     ):
         since = None if to is None else _past_time(to)
-        _restart_transform(url, file, name, pipe.sources, data / "checkpoints" / name, since, yes=yes, as_json=as_json)
+        restart_transform(url, file, name, data, since, yes=yes, as_json=as_json)
         return
     lane = _one_lane(file, name)
     target = _target(lane, to, to_offset, "earliest" if to_earliest else None, "--to-earliest")
@@ -327,95 +317,6 @@ def _confirm(lane: Lane, moves: Sequence[Move], what: str, *, yes: bool) -> bool
         count = sum(move.count for move in moves)
         confirm(f"{_events(count)} {what} {lane.name}. Go on?")
     return True
-
-
-def _restart_transform(
-    url: str,
-    file: PipeFile,
-    pipe: str,
-    sources: Sequence[str],
-    checkpoint: Path,
-    since: datetime | None,
-    *,
-    yes: bool,
-    as_json: bool,
-) -> None:
-    with hold_checkpoint(checkpoint) as is_here:
-        restart, mark = uvloop.run(_plan_restart(url, file, pipe, sources, since))
-        aside = name_aside(checkpoint) if is_here else None
-        former = find_former(checkpoint, aside, mark)
-        _check_restart(pipe, checkpoint, mark, since, former, is_here=is_here)
-        count = sum(move.count for move in restart.moves)
-        if not yes:
-            print_note(
-                "Results come again with the same ids. So a receiver that drops duplicates drops them, also where they differ. "
-                "For different results, give them other ids in the transform, or use a pipe of another name.",
-                "yellow",
-            )
-            what = "will be transformed again, and the results delivered again"
-            confirm(f"{_events(count)} of {pipe} {what}. Go on?")
-        uvloop.run(_record_restart(url, pipe, restart, mark, former))
-        try:
-            if aside is not None:
-                set_aside(checkpoint, aside)
-        except OSError as error:
-            raise CommandFailed(f"{checkpoint} cannot be renamed: {error.strerror}") from error
-    if as_json:
-        rows = [move.as_json() for move in restart.moves]
-        said = {"pipe": pipe, "transform": True, "action": RESET, "events": count, "checkpoint": aside and str(aside)}
-        typer.echo(json.dumps({**said, "partitions": rows}))
-    else:
-        if aside is not None:
-            print_note(f"The checkpoint is {aside} now. Delete it when the new results are right.")
-        then = "Start the fleet again." if is_here else "A transform that was refused begins at its next attempt."
-        print_note(f"{pipe}: {_events(count)} will be transformed again. {then}", "green")
-
-
-def _check_restart(
-    pipe: str, checkpoint: Path, mark: TransformMark | None, since: datetime | None, former: str, *, is_here: bool
-) -> None:
-    """Raises CommandFailed when there is nothing to reset, or not to a time. Prints which events will not be transformed."""
-    if since is not None and mark is not None and mark.plan is not None:
-        raise CommandFailed(
-            f"the transform of {pipe} kept state over several events, which a reset to a time would lose",
-            "--to-earliest",
-            status=2,
-        )
-    if not is_here and since is None and (mark is None or not (mark.has_begun or mark.begins)):
-        raise no_checkpoint(checkpoint)
-    if not is_here and mark is not None and mark.has_begun:
-        print_note(
-            f"There is no checkpoint in {checkpoint}, but {mark.text}. If that one is elsewhere, the transform continues "
-            "with it: stop the transform and move it away first.",
-            "yellow",
-        )
-    if since is None:
-        return
-    text = (
-        f"The transform begins at the first event that is not older than {format_time(round(since.timestamp() * 1000))}"
-    )
-    if former:
-        text += (
-            f", or at the position of its checkpoint, if that comes first: keep {former} until it has begun. In a topic that was "
-            "made again since, it leaves out the older events."
-        )
-    else:
-        text += ". Its checkpoint is not here, so it leaves out the older events, also those that it has not read."
-    print_note(text, "yellow")
-
-
-async def _plan_restart(
-    url: str, file: PipeFile, pipe: str, sources: Sequence[str], since: datetime | None
-) -> tuple[Restart, TransformMark | None]:
-    async with opened(url, file, own=True) as broker:
-        return await plan_restart(broker, sources, since), await read_transform_mark(broker.reader, pipe)
-
-
-async def _record_restart(url: str, pipe: str, restart: Restart, mark: TransformMark | None, former: str) -> None:
-    async with opened(url) as broker, Producer(broker.appender) as producer:
-        who = whoami()
-        await Auditor(producer, who, {}).require_topic()
-        await record_restart(producer, pipe, restart, mark, who, former)
 
 
 async def _reset(url: str, file: PipeFile, lane: Lane, moves: Sequence[Move]) -> None:

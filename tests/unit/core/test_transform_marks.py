@@ -12,7 +12,7 @@ from services.core.broker.record import Record
 from services.core.key_marks import read_key_marks, write_key_marks
 from services.core.pauses import Pause, list_paused, write_pause
 from services.core.topic_names import CONTROL
-from services.core.transform_marks import TransformMarks, read_transform_mark, write_transform_mark
+from services.core.transform_marks import Begin, TransformMarks, read_transform_mark, write_transform_mark
 from services.core.waiting import Bookmark, read_bookmark, write_bookmark
 
 
@@ -39,6 +39,21 @@ async def test_the_newest_mark_of_a_pipe_counts(broker: Broker) -> None:
     assert second is not None
     assert (second.has_begun, second.fits("1"), second.by) == (False, False, "ann")
     assert await read_transform_mark(broker.reader, "a") == second
+
+
+async def test_where_a_reset_to_a_time_begins(broker: Broker) -> None:
+    """Broken: a transform reads a mark of a reset without its offsets, and begins at the oldest event; or with those of an
+    earlier reset."""
+    begins = {"s": Begin("made-once", {0: 7, 1: 1 << 40})}
+    async with Producer(broker.appender) as producer:
+        await write_transform_mark(producer, "a", "reset", "1", "ann", begins=begins, former="a.20261123T034000Z")
+        mark = await read_transform_mark(broker.reader, "a")
+        assert mark is not None
+        assert (mark.has_begun, mark.begins, mark.former) == (False, begins, "a.20261123T034000Z")
+        await write_transform_mark(producer, "a", "reset", "1", "ann")
+    mark = await read_transform_mark(broker.reader, "a")
+    assert mark is not None
+    assert (mark.begins, mark.former) == ({}, "")
 
 
 @pytest.mark.parametrize(

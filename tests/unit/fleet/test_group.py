@@ -24,6 +24,7 @@ from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
 from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
 from services.core.retry_state import RetryState, wrap
+from services.core.snapshot import read_contents, write_snapshot
 from services.core.state_plan import StatePlan
 from services.core.takeover_dedup import WITHIN_S
 from services.core.times import format_time
@@ -573,8 +574,7 @@ def test_a_transform_begins_at_a_time(shell: Shell, tmp_path: Path, url: str) ->
     topic that was created again since is read from an offset of the former one."""
     since = ("group", "reset", "sums", "--to", format_time(BASE + 7000), "--yes", "--json")
     (folder := tmp_path / "data" / "checkpoints" / "sums").mkdir(parents=True)
-    (folder / "penstock.lock").touch()
-    (folder / "penstock.json").write_text("{}")
+    (folder / "penstock.json").write_text("{}")  # from a backup, without a lock
 
     async def mark(plan: StatePlan | None = None) -> tuple[TransformMark | None, str]:
         async with open_broker(url) as broker, Producer(broker.appender) as producer:
@@ -584,8 +584,14 @@ def test_a_transform_begins_at_a_time(shell: Shell, tmp_path: Path, url: str) ->
 
     assert shell.run(*since) == 0
     said = json.loads(shell.out)
-    assert said["events"] == 2 * 3
-    assert "or at the position of its checkpoint, if that comes first" in " ".join(shell.err.split())
+    assert (said["events"], said["at_least"], said["older_events"]) == (2 * 3, True, 2 * 7)
+    assert (said["since"], said["former"]) == (format_time(BASE + 7000), Path(said["checkpoint"]).name)
+    words = " ".join(shell.err.split())
+    assert "or at the position of its checkpoint, if that comes first" in words
+    assert "It leaves out those of 14 older events that it has transformed." in words
+    assert shell.run("dead", "audit", "--json") == 0
+    filters = json.loads(shell.out.splitlines()[0])["filters"]
+    assert (filters["since"], filters["or_position_of"]) == (said["since"], said["former"])
     found, incarnation = asyncio.run(mark())
     assert found is not None
     begins, former = {"s": Begin(incarnation, {0: 7, 1: 7})}, Path(said["checkpoint"]).name
@@ -605,6 +611,41 @@ def test_a_transform_begins_at_a_time(shell: Shell, tmp_path: Path, url: str) ->
     assert "kept state over several events, which a reset to a time would lose Try: --to-earliest" in " ".join(
         shell.err.split()
     )
+
+
+def test_a_transform_without_its_checkpoint_begins_at_a_time(shell: Shell) -> None:
+    """Broken: nobody reads how many events a reset to a time leaves out."""
+    since = ("group", "reset", "sums", "--to", format_time(BASE + 7000), "--yes")
+    assert shell.run(*since, "--json") == 0
+    said = json.loads(shell.out)
+    assert (said["events"], said["at_least"], said["older_events"], said["former"]) == (2 * 3, False, 2 * 7, None)
+    assert "Its checkpoint is not here, so it leaves out 14 older events, also those that it never transformed" in (
+        " ".join(shell.err.split())
+    )
+    assert shell.run(*since) == 0
+    assert "sums: 6 events will be transformed again" in " ".join(shell.err.split())
+
+
+@pytest.mark.parametrize("setting", ["folder", "file", "s3"])
+def test_checkpoints_that_are_elsewhere(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    """Broken: a reset does not find the checkpoint, so the transform continues with it, or leaves out what it has not read; or a
+    folder of an earlier setting is taken for it."""
+    for place in ("elsewhere", "data/checkpoints"):
+        (tmp_path / place / "sums").mkdir(parents=True)
+        (tmp_path / place / "sums" / "penstock.json").write_text("{}")
+    named = "s3a://bucket/checkpoints" if setting == "s3" else str(tmp_path / "elsewhere")
+    if setting == "file":
+        (tmp_path / "penstock.yaml").write_text(f"transform: {{checkpoints: {named}}}\n")
+        write_snapshot(tmp_path / "data" / "snapshot", read_contents([tmp_path / "penstock.yaml"]))
+    else:
+        monkeypatch.setenv("PENSTOCK_TRANSFORM_CHECKPOINTS", named)
+    assert shell.run("group", "reset", "sums", "--to", format_time(BASE + 7000), "--yes", "--json") == 0
+    said = json.loads(shell.out)
+    assert (said["checkpoint"] or "").startswith(str(tmp_path / "elsewhere" / "sums.")) == (setting != "s3")
+    assert (said["former"] is None) == (setting == "s3")
+    assert (tmp_path / "data" / "checkpoints" / "sums").exists(), "nobody uses it"
 
 
 @pytest.mark.parametrize("folder", ["none", "refused", "there"])

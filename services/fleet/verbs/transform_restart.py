@@ -1,0 +1,122 @@
+"""`penstock group reset PIPE`: says what a reset of the pipe's transform does, asks, and does it (`fleet/transform_reset.py`)."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import typer
+import uvloop
+
+from services.core.audit import RESET
+from services.core.broker.producer import Producer
+from services.core.pipes import PipeFile
+from services.core.transform_marks import TransformMark, read_transform_mark
+from services.core.units import format_count
+from services.fleet.access import opened
+from services.fleet.console import confirm, print_note
+from services.fleet.dead.audit import Auditor, whoami
+from services.fleet.folder import find_checkpoints
+from services.fleet.problem import CommandFailed
+from services.fleet.transform_reset import (
+    Restart,
+    find_former,
+    hold_checkpoint,
+    name_aside,
+    no_checkpoint,
+    plan_restart,
+    record_restart,
+    set_aside,
+    time_text,
+)
+
+
+def restart_transform(
+    url: str, file: PipeFile, pipe: str, data: Path, since: datetime | None, *, yes: bool, as_json: bool
+) -> None:
+    """From the oldest event, or from the first one of a time. Raises CommandFailed."""
+    try:
+        root = find_checkpoints(data)
+    except OSError as error:
+        raise CommandFailed(f"the configuration of the last start in {data} cannot be read: {error}") from error
+    checkpoint, place = (root / pipe, str(root / pipe)) if isinstance(root, Path) else (None, f"{root}/{pipe}")
+    with hold_checkpoint(checkpoint) as is_here:
+        restart, mark = uvloop.run(_plan(url, file, pipe, since))
+        aside = name_aside(checkpoint) if is_here and checkpoint is not None else None
+        former = find_former(checkpoint, aside, mark)
+        _check(pipe, place, mark, restart, is_here=is_here)
+        if since is not None:
+            print_note(_describe(restart, since, former), "yellow")
+        events = format_count(count := sum(move.count for move in restart.moves), "event")
+        if at_least := bool(former and restart.older):
+            events = f"at least {events}"
+        if not yes:
+            print_note(
+                "Results come again with the same ids. So a receiver that drops duplicates drops them, also where they differ. "
+                "For different results, give them other ids in the transform, or use a pipe of another name.",
+                "yellow",
+            )
+            confirm(f"{pipe}: {events} will be transformed again, and the results delivered again. Go on?")
+        uvloop.run(_record(url, pipe, restart, mark, former))
+        try:
+            if checkpoint is not None and aside is not None:
+                set_aside(checkpoint, aside)
+        except OSError as error:
+            raise CommandFailed(f"{checkpoint} cannot be renamed: {error.strerror}") from error
+    if as_json:
+        said = {"pipe": pipe, "transform": True, "action": RESET, "since": since and time_text(since)}
+        said |= {"events": count, "at_least": at_least, "older_events": restart.older, "former": former or None}
+        said |= {"checkpoint": aside and str(aside), "partitions": [move.as_json() for move in restart.moves]}
+        typer.echo(json.dumps(said))
+        return
+    if aside is not None:
+        print_note(f"The checkpoint is {aside} now. Delete it when the new results are right.")
+    then = "Start the fleet again." if is_here else "A transform that was refused begins at its next attempt."
+    print_note(f"{pipe}: {events} will be transformed again. {then}", "green")
+
+
+async def _plan(url: str, file: PipeFile, pipe: str, since: datetime | None) -> tuple[Restart, TransformMark | None]:
+    async with opened(url, file, own=True) as broker:
+        return await plan_restart(broker, file.pipes[pipe].sources, since), await read_transform_mark(
+            broker.reader, pipe
+        )
+
+
+def _check(pipe: str, place: str, mark: TransformMark | None, restart: Restart, *, is_here: bool) -> None:
+    """Raises CommandFailed when there is nothing to reset, or not to a time."""
+    if restart.since is not None and mark is not None and mark.plan is not None:
+        raise CommandFailed(
+            f"the transform of {pipe} kept state over several events, which a reset to a time would lose",
+            "--to-earliest",
+            status=2,
+        )
+    if not is_here and restart.since is None and (mark is None or not (mark.has_begun or mark.begins)):
+        raise no_checkpoint(place)
+    if not is_here and mark is not None and mark.has_begun:
+        print_note(
+            f"There is no checkpoint in {place}, but {mark.text}. If that one is elsewhere, the transform continues "
+            "with it: stop the transform and move it away first.",
+            "yellow",
+        )
+
+
+def _describe(restart: Restart, since: datetime, former: str) -> str:
+    """Which events a reset to a time leaves out."""
+    begin = f"The transform begins at the first event that is not older than {time_text(since)}"
+    older = format_count(restart.older, "older event")
+    if former:
+        return (
+            f"{begin}, or at the position of its checkpoint, if that comes first: keep {former} until it has begun. It leaves "
+            f"out those of {older} that it has transformed. In a topic that was made again since, it leaves out all: its log "
+            "counts them (events_left_out)."
+        )
+    return (
+        f"{begin}. Its checkpoint is not here, so it leaves out {older}, also those that it never transformed: the loss table "
+        "shows these as missing."
+    )
+
+
+async def _record(url: str, pipe: str, restart: Restart, mark: TransformMark | None, former: str) -> None:
+    async with opened(url) as broker, Producer(broker.appender) as producer:
+        who = whoami()
+        await Auditor(producer, who, {}).require_topic()
+        await record_restart(producer, pipe, restart, mark, who, former)
