@@ -172,7 +172,8 @@ def test_a_former_checkpoint_that_does_not_fit(reset: Reset) -> None:
     with pytest.raises(CheckpointDamaged, match="the former checkpoint of p, is gone, and its position counts"):
         reset.begins(wanted, former="another")
     plan = StatePlan([], {}, ["s"], "", "4.2.0", "")
-    for number, changed in enumerate(({"state": "of a window"}, {"plan": plan})):
+    stateful: list[dict[str, Any]] = [{"state": "of a window"}, {"plan": plan}]
+    for number, changed in enumerate(stateful):
         reset.leave({"s": {0: 5}}, f"stateful{number}", **changed)
         with pytest.raises(CheckpointDamaged, match="the former transform of p kept state"):
             reset.begins(wanted, former=f"stateful{number}")
