@@ -65,8 +65,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     empty in checkpoints of earlier versions, too. named: whether Spark keeps the offsets of each source under its name, so that
     sources may be added, removed and reordered; else in their order, as earlier versions did. removed: streams that were sources
     once, and are none now. plan: what the state consists of; None in checkpoints of earlier versions, too. begins: the position
-    before the first batch, by topic and partition; what is not in it begins at its oldest record. version: of the format of the
-    whole folder, Spark's files included. penstock: the version that wrote it; "" before 0.2.
+    before the first batch after a reset to a time, by topic and partition; what was added since begins at its oldest record.
+    version: of the format of the whole folder, Spark's files included. penstock: the version that wrote it; "" before 0.2.
     """
 
     id: str

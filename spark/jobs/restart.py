@@ -3,6 +3,9 @@
 The reset left the offsets of that time in the transform's mark. It must not pass over an event that the transform has not read.
 So a partition begins at its position in the former checkpoint, if that comes first. Where no position is known, the stored events
 before the time are left out; they and those that retention removed before they were read are logged and counted.
+
+Each partition's beginning is noted, also where it is the oldest record: else retention could remove records between the start and
+the first batch, and nobody would notice.
 """
 
 from collections import Counter
@@ -50,8 +53,8 @@ def find_begins(
     known, done = _position(session, root, broker, identity, mark.former, ledger=ledger)
     begins: dict[str, dict[int, int]] = {}
     before_time, gone = Counter[str](), Counter[str]()
-    for topic, partition, start, end in broker.stored_ranges(session, sorted(chosen)):
-        begin, place = chosen[topic].get(partition, start), (topic, partition)
+    for topic, partition, start, end in broker.stored_ranges(session, sorted(identity.topics)):
+        begin, place = chosen.get(topic, {}).get(partition, start), (topic, partition)
         if (furthest := max(begin, done.get(place, begin))) > end:
             raise CheckpointDamaged(
                 f"{identity.pipe} knows offset {furthest} of {topic}:{partition}, which ends at {end}: records were lost, and "
@@ -62,8 +65,7 @@ def find_begins(
         else:  # of a source or a partition that the former transform did not read all counts
             gone[topic] += max(0, start - done.get(place, start))
             begin = min(begin, done.get(place, start))
-        if begin > start:
-            begins.setdefault(topic, {})[partition] = begin
+        begins.setdefault(topic, {})[partition] = max(begin, start)
     log.info("begins_at_a_time", pipe=identity.pipe, begins=begins, by=mark.by, former=mark.former)
     _count(identity.pipe, "before_time", before_time, "stored events before the time are not transformed")
     _count(identity.pipe, "gone", gone, "retention removed these events before they were transformed")
@@ -71,7 +73,7 @@ def find_begins(
 
 
 def _chosen(broker: SparkBroker, identity: Identity, mark: TransformMark) -> dict[str, dict[int, int]]:
-    """The offsets of the time in the topics that are still sources. A source that was added since is not among them."""
+    """The offsets of the time in the topics that are still sources. One that was added since begins at its oldest record."""
     found = {topic: begin for topic, begin in mark.begins.items() if topic in identity.topics}
     for topic, begin in found.items():
         if broker.identity_of(begin.incarnation) != identity.topics[topic]:

@@ -24,7 +24,7 @@ from spark.jobs.modes import IN_PLAN, MODE_FILE, PER_BATCH
 from spark.jobs.open_batches import REJECTED_FILE, REPORTED_FILE
 from spark.jobs.restart import find_begins
 from spark.sources.offsets import pack_offsets
-from tests.spark.log_pipeline import LogPipeline, event, numbers
+from tests.spark.log_pipeline import LogPipeline, event, numbers, wait_for
 from tests.spark.test_checkpoint import flights, ids, run_first
 
 Parts = dict[str, dict[int, int]]
@@ -42,6 +42,13 @@ def mark_of(pipeline: LogPipeline, begins: Parts, former: str = "") -> Transform
     """As `penstock group reset p --to TIME` writes it."""
     found = {topic: Begin(topics_of(pipeline)[topic], parts) for topic, parts in begins.items()}
     return TransformMark("reset", "", "ann", 1, begins=found, former=former)
+
+
+def remove(pipeline: LogPipeline, topic: str, before: dict[int, int]) -> None:
+    """As retention does."""
+    with closing(TopicStore.open(DataFolder.prepare(pipeline.log), topic)) as store:
+        for partition, offset in before.items():
+            remove_before(store, partition, offset)
 
 
 class Reset:
@@ -75,9 +82,7 @@ class Reset:
         return find_begins(pipeline.session, str(self.root), broker, identity, found)
 
     def remove(self, topic: str, partition: int, before: int) -> None:
-        """As retention does."""
-        with closing(TopicStore.open(DataFolder.prepare(self.pipeline.log), topic)) as store:
-            remove_before(store, partition, before)
+        remove(self.pipeline, topic, {partition: before})
 
     def make_anew(self, topic: str, records: int) -> None:
         delete_topic(folder := DataFolder.prepare(self.pipeline.log), topic)
@@ -98,16 +103,18 @@ def test_the_position_counts_where_it_comes_first(reset: Reset) -> None:
     """If this fails, a transform that was behind leaves out events without a word; or begins earlier than it must."""
     reset.leave({"s": {0: 5, 1: 15}})
     before = left_out("before_time"), left_out("gone")
-    assert reset.begins({"s": {0: 10, 1: 10, 2: 10}}) == {"s": {0: 5, 1: 10}}, "nobody has read the last partition"
-    assert reset.begins({"s": {0: 20, 1: 20}, "u": {0: 10}}, "s", "u") == {"s": {0: 5, 1: 15}}, "u is a new source"
-    assert reset.begins({"s": {}}) == {}
+    assert reset.begins({"s": {0: 10, 1: 10, 2: 10}}) == {"s": {0: 5, 1: 10, 2: 0}}, "nobody has read the last partition"
+    zeros = {0: 0, 1: 0, 2: 0}
+    both = {"s": {0: 5, 1: 15, 2: 0}, "u": zeros}
+    assert reset.begins({"s": {0: 20, 1: 20}, "u": {0: 10}}, "s", "u") == both, "u is a new source"
+    assert reset.begins({"s": {}}, "s", "u") == {"s": zeros, "u": zeros}, "so is a source that was added since the reset"
     assert (left_out("before_time"), left_out("gone")) == before, "nothing is left out that was not transformed"
 
 
 def test_without_a_position_what_is_left_out_is_counted(reset: Reset) -> None:
     """If this fails, a reset to a time leaves out events that were never transformed, and no number says so."""
     before = left_out("before_time")
-    assert reset.begins({"s": {0: 10, 1: 7, 2: 0}}, former="") == {"s": {0: 10, 1: 7}}
+    assert reset.begins({"s": {0: 10, 1: 7, 2: 0}}, former="") == {"s": {0: 10, 1: 7, 2: 0}}
     assert left_out("before_time") == before + 17
 
 
@@ -117,8 +124,18 @@ def test_retention_took_what_was_not_transformed(reset: Reset) -> None:
     for partition in range(3):
         reset.remove("s", partition, 10)
     before = left_out("gone")
-    assert reset.begins({"s": {0: 18, 1: 18, 2: 18}}) == {"s": {1: 15, 2: 18}}
+    assert reset.begins({"s": {0: 18, 1: 18, 2: 18}}) == {"s": {0: 10, 1: 15, 2: 18}}
     assert left_out("gone") == before + 5
+
+
+def test_retention_took_what_was_not_transformed_of_a_source_that_the_reset_did_not_name(reset: Reset) -> None:
+    """If this fails, a source that is removed and added again around a reset loses events without a word."""
+    reset.leave({"s": {0: 15, 1: 15, 2: 15}, "u": {0: 5, 1: 15, 2: 20}}, topics=dict(reset.topics))
+    reset.remove("u", 0, 10)
+    before = left_out("gone"), left_out("before_time")
+    begins = reset.begins({"s": dict.fromkeys(range(3), 20)}, "s", "u")
+    assert begins == {"s": {0: 15, 1: 15, 2: 15}, "u": {0: 10, 1: 0, 2: 0}}
+    assert (left_out("gone"), left_out("before_time")) == (before[0] + 5, before[1])
 
 
 def test_one_of_two_sources_was_made_anew(reset: Reset) -> None:
@@ -126,13 +143,13 @@ def test_one_of_two_sources_was_made_anew(reset: Reset) -> None:
     reset.leave({"s": {0: 5, 1: 5, 2: 5}, "u": {0: 3}}, topics=dict(reset.topics))
     reset.make_anew("u", 10)
     before = left_out("before_time")
-    assert reset.begins({"s": {0: 10}, "u": {0: 6}}, "s", "u") == {"s": {0: 5}, "u": {0: 6}}
+    assert reset.begins({"s": {0: 10}, "u": {0: 6}}, "s", "u") == {"s": {0: 5, 1: 0, 2: 0}, "u": {0: 6, 1: 0, 2: 0}}
     assert left_out("before_time") == before + 6
     mark = mark_of(reset.pipeline, {"s": {0: 10}, "u": {0: 6}}, "former")
     reset.make_anew("u", 10)
     with pytest.raises(CheckpointDamaged, match="topic 'u' was deleted and created again since p was reset to a time"):
         reset.begins({}, "s", "u", mark=mark)
-    assert reset.begins({}, "s", mark=mark) == {"s": {0: 5}}, "it is no source any more"
+    assert reset.begins({}, "s", mark=mark) == {"s": {0: 5, 1: 0, 2: 0}}, "it is no source any more"
 
 
 def test_a_partition_that_was_added_since_the_reset(reset: Reset) -> None:
@@ -141,19 +158,34 @@ def test_a_partition_that_was_added_since_the_reset(reset: Reset) -> None:
     former, none = (mark_of(reset.pipeline, {"s": {0: 20, 1: 20, 2: 20}}, name) for name in ("former", ""))
     add_partitions(DataFolder.prepare(reset.pipeline.log), "s", 4)
     blocking.append(reset.pipeline.log, "s", {3: [event(n, b"{}") for n in range(5)]})
-    assert reset.begins({}, mark=former) == {"s": {0: 15, 1: 15, 2: 15}}
-    assert reset.begins({}, mark=none) == {"s": {0: 20, 1: 20, 2: 20}}
+    assert reset.begins({}, mark=former) == {"s": {0: 15, 1: 15, 2: 15, 3: 0}}
+    assert reset.begins({}, mark=none) == {"s": {0: 20, 1: 20, 2: 20, 3: 0}}
 
 
 def test_resets_without_a_batch_between(reset: Reset) -> None:
     """If this fails, a second reset before the first batch forgets how far the transform was before the first one."""
     reset.leave({"s": {0: 5, 1: 5, 2: 0}})
     first = reset.begins({"s": {0: 10, 1: 3, 2: 10}})
-    assert first == {"s": {0: 5, 1: 3}}
+    assert first == {"s": {0: 5, 1: 3, 2: 0}}
     reset.leave(None, "second", begins=first)
     assert reset.begins({"s": dict.fromkeys(range(3), 20)}, former="second") == first
     reset.leave(None, "third")  # it was to begin at the oldest event
-    assert reset.begins({"s": dict.fromkeys(range(3), 20)}, former="third") == {}
+    assert reset.begins({"s": dict.fromkeys(range(3), 20)}, former="third") == {"s": {0: 0, 1: 0, 2: 0}}
+
+
+def test_retention_between_two_resets(reset: Reset) -> None:
+    """If this fails, events that retention took between two resets without a batch are lost without a word, or counted twice."""
+    wanted = {"s": dict.fromkeys(range(3), 20)}
+    reset.leave({"s": {0: 5, 1: 20, 2: 20}})
+    reset.remove("s", 0, 10)
+    before = left_out("gone")
+    first = reset.begins(wanted)
+    assert first == {"s": {0: 10, 1: 20, 2: 20}}
+    blocking.append(reset.pipeline.log, "s", {0: [event(n, b"{}") for n in range(20, 30)]})
+    reset.remove("s", 0, 20)
+    reset.leave(None, "second", begins=first)
+    assert reset.begins(wanted, former="second") == wanted
+    assert left_out("gone") == before + 15
 
 
 def test_an_offset_behind_the_end(reset: Reset) -> None:
@@ -188,9 +220,9 @@ def test_what_follows_a_commit_counts_in_a_plan(reset: Reset, file: str) -> None
     mode repeats all events."""
     reset.leave({"s": {0: 15, 1: 15}}, kind=IN_PLAN)
     (reset.root / "former" / file).write_text('{"batch":-1,"end":[["s",0,"4"]]}')
-    assert reset.begins({"s": dict.fromkeys(range(3), 20)}) == {"s": {0: 4}}, "the others were not read"
+    assert reset.begins({"s": dict.fromkeys(range(3), 20)}) == {"s": {0: 4, 1: 0, 2: 0}}, "the others were not read"
     (reset.root / "former" / MODE_FILE).write_text('"micro-batch"')
-    assert reset.begins({"s": dict.fromkeys(range(3), 20)}) == {"s": {0: 15, 1: 15}}
+    assert reset.begins({"s": dict.fromkeys(range(3), 20)}) == {"s": {0: 15, 1: 15, 2: 0}}
 
 
 def test_begins_where_a_reset_to_a_time_says(pipeline: LogPipeline) -> None:
@@ -201,9 +233,10 @@ def test_begins_where_a_reset_to_a_time_says(pipeline: LogPipeline) -> None:
     offsets = {partition: end - 1 for partition, end in ends_of(pipeline).items() if end > 1}
     pipeline.marks.newest["p"] = mark_of(pipeline, {"s": offsets})
     with pipeline.query(chosen) as query:
-        places = {("s", p): n for p, n in offsets.items()}
+        every = dict.fromkeys(ends_of(pipeline), 0) | offsets
+        places = {("s", p): n for p, n in every.items()}
         assert query.checkpoint.committed_offsets(query.broker.parse_offsets) == places
-        assert query.checkpoint.begins() == {"s": (topics_of(pipeline)["s"], offsets)}
+        assert query.checkpoint.begins() == {"s": (topics_of(pipeline)["s"], every)}
     pipeline.send(flights(30, 40))
     pipeline.run(chosen, 40 + len(offsets))
     pipeline.run(chosen, 40 + len(offsets))  # from its checkpoint, although that knows where it began
@@ -220,6 +253,32 @@ def test_a_reset_to_a_time_passes_over_no_event(pipeline: LogPipeline) -> None:
     pipeline.marks.newest["p"] = mark_of(pipeline, {"s": ends_of(pipeline)}, "former")
     pipeline.run(chosen, 40)
     assert ids(pipeline) == sorted(f"id-{n}" for n in range(40))
+
+
+@pytest.mark.parametrize("has_read", [True, False])
+def test_retention_before_the_first_batch(pipeline: LogPipeline, has_read: bool) -> None:
+    """If this fails, retention between the start after a reset to a time and the first batch takes events without a word: of a
+    transform that was behind by more than the retention, or that had not read anything."""
+    if has_read:
+        chosen, checkpoint = run_first(pipeline)
+    else:
+        chosen = pipeline.pipe(columns="delay INT", sql="SELECT event, delay FROM s", max_events=10)
+        checkpoint = Path(pipeline.checkpoints) / "p"
+        with pipeline.query(chosen):
+            pass
+    checkpoint.rename(checkpoint.with_name("former"))
+    pipeline.send(flights(30, 40))
+    oldest = ends_of(pipeline)
+    pipeline.send(flights(40, 60))
+    if has_read:
+        remove(pipeline, "s", oldest)
+    pipeline.marks.newest["p"] = mark_of(pipeline, {"s": ends_of(pipeline)}, "former")
+    with pipeline.query(chosen) as query:
+        assert query.checkpoint.read_identity().begins == {"s": oldest if has_read else dict.fromkeys(oldest, 0)}
+    remove(pipeline, "s", {0: ends_of(pipeline)[0]})
+    pipeline.start(chosen)
+    wait_for(lambda: "records are gone" in (pipeline.problem or ""), "the refusal")
+    pipeline.stop()
 
 
 def test_a_first_batch_that_begins_at_a_time_is_the_same_again(pipeline: LogPipeline) -> None:
