@@ -173,6 +173,10 @@ class Checkpoint:
         """Whether Spark's own identity of the query is there."""
         return self._files.exists("metadata")
 
+    def has_state(self) -> bool:
+        """Whether Spark has kept state here. A version before 0.2 noted nowhere that it does."""
+        return bool(self._files.list("state"))
+
     def make_durable(self, batch: int) -> None:
         """Sync the files of this batch (`sync_batch`). Local folders only: object stores do it themselves."""
         if self._local is not None:

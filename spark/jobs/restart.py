@@ -39,8 +39,8 @@ def find_begins(
     """`Identity.begins` of a new checkpoint; empty without a reset to a time.
 
     root: the folder of all checkpoints. identity: of the new one. ledger: whether reports have sets of origins. Raises
-    CheckpointDamaged when offsets are of another topic or behind its end, when the former checkpoint is gone, and when it or this
-    transform keeps state: results would lack what came before. Raises UnknownTopic, Unavailable.
+    CheckpointDamaged when offsets are of another topic or behind its end, when the former checkpoint is gone or of another pipe, and when it or
+    this transform keeps state: results would lack what came before. Raises UnknownTopic, Unavailable.
     """
     if mark is None or not mark.begins:
         return {}
@@ -91,10 +91,7 @@ def _position(
     former checkpoint."""
     if not name:
         return None, {}
-    former, again = (
-        peek_checkpoint(session, root, name),
-        f"penstock group reset {identity.pipe} with --to or --to-earliest",
-    )
+    former, again = peek_checkpoint(session, root, name), f"penstock group reset {identity.pipe} --to-earliest"
     try:
         before = former.read_identity()
         done = {} if before is None else _settled(before, former, broker, ledger=ledger)
@@ -107,10 +104,13 @@ def _position(
             f"{former.path}, the former checkpoint of {identity.pipe}, is gone, and its position counts. Try: moving it back; or "
             f"{again}"
         )
-    if before.state or before.plan is not None:
+    if before.pipe != identity.pipe:
         raise CheckpointDamaged(
-            f"the former transform of {identity.pipe} kept state over several events, which would be lost. Try: "
-            f"penstock group reset {identity.pipe} --to-earliest"
+            f"{former.path} belongs to the pipe {before.pipe!r}, not {identity.pipe!r}: its position says nothing. Try: {again}"
+        )
+    if before.state or before.plan is not None or (not before.penstock and former.has_state()):
+        raise CheckpointDamaged(
+            f"the former transform of {identity.pipe} kept state over several events, which would be lost. Try: {again}"
         )
     same = {topic for topic, found in before.topics.items() if identity.topics.get(topic) == found}
     return before.topics, {place: offset for place, offset in done.items() if place[0] in same}

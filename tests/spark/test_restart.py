@@ -209,6 +209,13 @@ def test_a_former_checkpoint_that_does_not_fit(reset: Reset) -> None:
         reset.leave({"s": {0: 5}}, f"stateful{number}", **changed)
         with pytest.raises(CheckpointDamaged, match="the former transform of p kept state"):
             reset.begins(wanted, former=f"stateful{number}")
+    reset.leave({"s": {0: 5}}, "of_0_1", kind=IN_PLAN)
+    (reset.root / "of_0_1" / "state" / "0").mkdir(parents=True)
+    with pytest.raises(CheckpointDamaged, match="the former transform of p kept state"):
+        reset.begins(wanted, former="of_0_1")
+    reset.leave({"s": {0: 5}}, "foreign", pipe="q")
+    with pytest.raises(CheckpointDamaged, match="foreign belongs to the pipe 'q', not 'p'.*reset p --to-earliest"):
+        reset.begins(wanted, former="foreign")
     reset.leave({"s": {0: 5}}, "damaged", topics=3)
     with pytest.raises(CheckpointDamaged, match="the former checkpoint of p, cannot be read"):
         reset.begins(wanted, former="damaged")
