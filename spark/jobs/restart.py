@@ -10,6 +10,7 @@ the first batch, and nobody would notice.
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import structlog
 from pyspark.sql import SparkSession
@@ -26,6 +27,32 @@ from spark.records import Offsets
 
 log = structlog.get_logger()
 
+_LEFT_OUT = {
+    "before_time": "stored events before the time are not transformed",
+    "gone": "retention removed these events before they were transformed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Where a new checkpoint begins: `Identity.begins`; empty without a reset to a time. left_out: events by reason and topic.
+    by: who reset it. former: the former checkpoint, whose position counts; "" without one."""
+
+    begins: dict[str, dict[int, int]] = field(default_factory=dict)
+    left_out: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    by: str = ""
+    former: str = ""
+
+    def record(self, pipe: str) -> None:
+        """Log and count it. Once, when the checkpoint is stored: a start that fails before that is repeated."""
+        if self.begins:
+            log.info("begins_at_a_time", pipe=pipe, begins=self.begins, by=self.by, former=self.former)
+        for reason, events in self.left_out.items():
+            if found := {topic: number for topic, number in events.items() if number}:
+                TRANSFORM_LEFT_OUT.labels(pipe, reason).inc(sum(found.values()))
+                hint = f"{_LEFT_OUT[reason]}; docs/transforms.md"
+                log.warning("events_left_out", pipe=pipe, reason=reason, events=found, hint=hint)
+
 
 def find_begins(
     session: SparkSession,
@@ -35,15 +62,15 @@ def find_begins(
     mark: TransformMark | None,
     *,
     ledger: bool = True,
-) -> dict[str, dict[int, int]]:
-    """`Identity.begins` of a new checkpoint; empty without a reset to a time.
+) -> Beginning:
+    """Where a new checkpoint begins.
 
     root: the folder of all checkpoints. identity: of the new one. ledger: whether reports have sets of origins. Raises
-    CheckpointDamaged when offsets are of another topic or behind its end, when the former checkpoint is gone or of another pipe, and when it or
-    this transform keeps state: results would lack what came before. Raises UnknownTopic, Unavailable.
+    CheckpointDamaged when offsets are of another topic or behind its end, when the former checkpoint is gone or of another pipe,
+    and when it or this transform keeps state: results would lack what came before. Raises UnknownTopic, Unavailable.
     """
     if mark is None or not mark.begins:
-        return {}
+        return Beginning()
     if identity.state:
         raise CheckpointDamaged(
             f"the transform of {identity.pipe} keeps state over several events, so it cannot begin at a time: its first results "
@@ -66,10 +93,7 @@ def find_begins(
             gone[topic] += max(0, start - done.get(place, start))
             begin = min(begin, done.get(place, start))
         begins.setdefault(topic, {})[partition] = max(begin, start)
-    log.info("begins_at_a_time", pipe=identity.pipe, begins=begins, by=mark.by, former=mark.former)
-    _count(identity.pipe, "before_time", before_time, "stored events before the time are not transformed")
-    _count(identity.pipe, "gone", gone, "retention removed these events before they were transformed")
-    return begins
+    return Beginning(begins, {"before_time": before_time, "gone": gone}, mark.by, mark.former)
 
 
 def _chosen(broker: SparkBroker, identity: Identity, mark: TransformMark) -> dict[str, dict[int, int]]:
@@ -133,9 +157,3 @@ def _settled(before: Identity, former: Checkpoint, broker: SparkBroker, *, ledge
 
 def _lower(one: Offsets, other: Offsets) -> Offsets:
     return {place: min(offset, other[place]) for place, offset in one.items() if place in other}
-
-
-def _count(pipe: str, reason: str, events: Mapping[str, int], what: str) -> None:
-    if found := {topic: number for topic, number in events.items() if number}:
-        TRANSFORM_LEFT_OUT.labels(pipe, reason).inc(sum(found.values()))
-        log.warning("events_left_out", pipe=pipe, reason=reason, events=found, hint=f"{what}; docs/transforms.md")

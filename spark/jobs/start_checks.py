@@ -22,6 +22,7 @@ from spark.jobs.dead_letters import DEAD, LATE, bad_records_name
 from spark.jobs.modes import IN_PLAN, PER_BATCH, checkpoint_kind, names_sources
 from spark.jobs.query import Query
 from spark.jobs.replay import REJECTS
+from spark.jobs.restart import Beginning
 from spark.jobs.streaming_plan import source_name
 from spark.marks import Marks
 from spark.master import MasterKind
@@ -132,7 +133,7 @@ def adopt_checkpoint(
     marks: Marks,
     *,
     version: int = 1,
-    begins_of: Callable[[Identity, TransformMark | None], dict[str, dict[int, int]]] = lambda _identity, _mark: {},
+    begins_of: Callable[[Identity, TransformMark | None], Beginning] = lambda _identity, _mark: Beginning(),
 ) -> Identity:
     """Use the checkpoint for this pipe: a new one or that of its last run. topics: identity of each source topic.
 
@@ -142,12 +143,12 @@ def adopt_checkpoint(
     created again is not: its offsets mean other records. Nor is a new checkpoint for a transform that has begun, by its mark.
     When it returns, the mark is durable. To be called under the checkpoint's lock. Raises CheckpointDamaged, BrokerError kinds.
     """
-    found, mark = checkpoint.read_identity(), marks.read(prepared.pipe)
+    found, mark, beginning = checkpoint.read_identity(), marks.read(prepared.pipe), Beginning()
     if found is None:
         identity = _new_identity(checkpoint, prepared, topics, mark)
-        begins = begins_of(identity, mark)
-        needed = NAMED_VERSION if identity.named or begins else identity.version
-        identity = msgspec.structs.replace(identity, version=max(version, needed), begins=begins)
+        beginning = begins_of(identity, mark)
+        needed = NAMED_VERSION if identity.named or beginning.begins else identity.version
+        identity = msgspec.structs.replace(identity, version=max(version, needed), begins=beginning.begins)
     else:
         _check_fits(checkpoint, found, prepared, topics)
         _check_mark(checkpoint, found, mark)
@@ -163,6 +164,7 @@ def adopt_checkpoint(
         )
     if identity != found:  # before the mark: the mark of a checkpoint that was never stored would refuse the next start
         checkpoint.write_identity(identity)
+        beginning.record(prepared.pipe)
     plan = identity.plan if identity.ran else None
     if mark is None or not mark.fits(identity.id) or (mark.checkpoint and mark.plan != plan):
         checkpoint.check_held()

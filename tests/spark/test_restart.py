@@ -19,7 +19,7 @@ from services.core.broker.log.topics import add_partitions, create_topic, delete
 from services.core.state_plan import StatePlan
 from services.core.transform_marks import Begin, TransformMark
 from spark.brokers.log import LogSparkBroker
-from spark.jobs.checkpoint import CheckpointDamaged, Identity
+from spark.jobs.checkpoint import Checkpoint, CheckpointDamaged, Identity
 from spark.jobs.modes import IN_PLAN, MODE_FILE, PER_BATCH
 from spark.jobs.open_batches import REJECTED_FILE, REPORTED_FILE
 from spark.jobs.restart import find_begins
@@ -79,7 +79,9 @@ class Reset:
         pipeline, topics = self.pipeline, topics_of(self.pipeline)
         identity = Identity(id="2", pipe="p", topics={t: topics[t] for t in sources or ("s",)}, transform="", kind="")
         broker, found = LogSparkBroker(str(pipeline.log)), mark or mark_of(pipeline, begins, former)
-        return find_begins(pipeline.session, str(self.root), broker, identity, found)
+        beginning = find_begins(pipeline.session, str(self.root), broker, identity, found)
+        beginning.record("p")
+        return beginning.begins
 
     def remove(self, topic: str, partition: int, before: int) -> None:
         remove(self.pipeline, topic, {partition: before})
@@ -103,11 +105,15 @@ def test_the_position_counts_where_it_comes_first(reset: Reset) -> None:
     """If this fails, a transform that was behind leaves out events without a word; or begins earlier than it must."""
     reset.leave({"s": {0: 5, 1: 15}})
     before = left_out("before_time"), left_out("gone")
-    assert reset.begins({"s": {0: 10, 1: 10, 2: 10}}) == {"s": {0: 5, 1: 10, 2: 0}}, "nobody has read the last partition"
+    assert reset.begins({"s": {0: 10, 1: 10, 2: 10}}) == {"s": {0: 5, 1: 10, 2: 0}}, (
+        "nobody has read the last partition"
+    )
     zeros = {0: 0, 1: 0, 2: 0}
     both = {"s": {0: 5, 1: 15, 2: 0}, "u": zeros}
     assert reset.begins({"s": {0: 20, 1: 20}, "u": {0: 10}}, "s", "u") == both, "u is a new source"
-    assert reset.begins({"s": {}}, "s", "u") == {"s": zeros, "u": zeros}, "so is a source that was added since the reset"
+    assert reset.begins({"s": {}}, "s", "u") == {"s": zeros, "u": zeros}, (
+        "so is a source that was added since the reset"
+    )
     assert (left_out("before_time"), left_out("gone")) == before, "nothing is left out that was not transformed"
 
 
@@ -214,7 +220,7 @@ def test_a_former_checkpoint_that_does_not_fit(reset: Reset) -> None:
     with pytest.raises(CheckpointDamaged, match="the former transform of p kept state"):
         reset.begins(wanted, former="of_0_1")
     reset.leave({"s": {0: 5}}, "foreign", pipe="q")
-    with pytest.raises(CheckpointDamaged, match="foreign belongs to the pipe 'q', not 'p'.*reset p --to-earliest"):
+    with pytest.raises(CheckpointDamaged, match=r"foreign belongs to the pipe 'q', not 'p'.*reset p --to-earliest"):
         reset.begins(wanted, former="foreign")
     reset.leave({"s": {0: 5}}, "damaged", topics=3)
     with pytest.raises(CheckpointDamaged, match="the former checkpoint of p, cannot be read"):
@@ -286,6 +292,28 @@ def test_retention_before_the_first_batch(pipeline: LogPipeline, has_read: bool)
     pipeline.start(chosen)
     wait_for(lambda: "records are gone" in (pipeline.problem or ""), "the refusal")
     pipeline.stop()
+
+
+def test_a_start_that_is_repeated_counts_once(pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, each attempt of a start that cannot write its checkpoint counts the same events as left out again."""
+    chosen, checkpoint = run_first(pipeline)
+    checkpoint.rename(checkpoint.with_name("lost"))
+    pipeline.marks.newest["p"] = mark_of(pipeline, {"s": ends_of(pipeline)})
+    before = left_out("before_time")
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "write_identity", fail)
+        for _ in range(2):
+            with pytest.raises(OSError, match="no space left"), pipeline.query(chosen):
+                pass
+    assert left_out("before_time") == before
+    for _ in range(2):
+        with pipeline.query(chosen):
+            pass
+    assert left_out("before_time") == before + 30
 
 
 def test_a_first_batch_that_begins_at_a_time_is_the_same_again(pipeline: LogPipeline) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from services.core.pipes import Transform
 from spark.jobs.checkpoint import Checkpoint, CheckpointDamaged, Identity
+from spark.jobs.restart import Beginning
 from spark.jobs.start_checks import adopt_checkpoint, changed_state, record_ran
 from spark.transforms.preparation import Prepared
 from tests.spark.stored_marks import StoredMarks
@@ -151,7 +152,7 @@ def test_a_transform_that_begins_at_a_time_gets_no_state() -> None:
     could keep state, is refused."""
     folder: Any = Folder()
     rows, begins = prepared("SELECT * FROM s", row_by_row=True), {"s": {0: 5}}
-    found = adopt_checkpoint(folder, rows, TOPICS, StoredMarks(), begins_of=lambda _identity, _mark: begins)
+    found = adopt_checkpoint(folder, rows, TOPICS, StoredMarks(), begins_of=lambda *_: Beginning(begins))
     assert (found.begins, found.version) == (begins, 2), "0.1 would read the first batch from the oldest record on"
     assert "it begins at a time, and cannot keep state. Try: penstock group reset p --to-earliest" in (
         changed_state(folder, prepared(HOUR)) or ""
