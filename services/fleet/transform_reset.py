@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+import msgspec
+
 from services.core.audit import RESET, write_moves
 from services.core.broker.contract import Broker, Lag, PartitionRange
 from services.core.broker.producer import Producer
 from services.core.broker.record import TopicPartition
 from services.core.folders import sync_folder
+from services.core.state_plan import StatePlan
 from services.core.times import format_time
 from services.core.transform_marks import Begin, TransformMark, write_transform_mark
 from services.fleet.offsets import Move, PartitionOffsets, audited, count_events
@@ -70,8 +73,8 @@ async def plan_restart(broker: Broker, sources: Sequence[str], since: datetime |
 async def record_restart(
     producer: Producer, pipe: str, restart: Restart, mark: TransformMark | None, who: str, former: str
 ) -> None:
-    """Write the audit, then the mark: without a checkpoint the transform begins again. former: as of `find_former`. Raises
-    BrokerError kinds.
+    """Write the audit, then the mark: without a checkpoint the transform begins again. former: the name, as of `find_former`.
+    Raises BrokerError kinds.
     """
     about = {"transform": pipe}
     if (
@@ -128,16 +131,55 @@ def _open_lock(folder: Path) -> int | None:
         raise CommandFailed(f"the checkpoint in {folder} cannot be locked: {error.strerror}") from error
 
 
-def find_former(folder: Path | None, aside: Path | None, mark: TransformMark | None) -> str:
-    """The name of the checkpoint with the position of the transform before this reset, and before those that it did not see; ""
-    where there is none. folder: as of `hold_checkpoint`. aside: its coming name. Blocking.
+@dataclass(frozen=True, slots=True)
+class Former:
+    """The checkpoint with the position of the transform before this reset. name: after it; "": there is none. path: where it is
+    now; None: not here."""
+
+    name: str = ""
+    path: Path | None = None
+
+
+def find_former(folder: Path | None, aside: Path | None, mark: TransformMark | None, *, gives_up: bool) -> Former:
+    """The nearest one: this checkpoint, or the former one of an earlier reset. folder: as of `hold_checkpoint`. aside: its coming
+    name. gives_up: the position does not count, so one that is not here is forgotten. Blocking.
     """
-    if folder is None:
-        return ""
-    if aside is not None and (folder / _IDENTITY).exists():
-        return aside.name
+    if folder is not None and aside is not None and (folder / _IDENTITY).exists():
+        return Former(aside.name, folder)
     known = "" if mark is None else mark.former
-    return known if known and (folder.with_name(known) / _IDENTITY).exists() else ""
+    if folder is not None and known and ((path := folder.with_name(known)) / _IDENTITY).exists():
+        return Former(known, path)
+    return Former() if gives_up else Former(known)
+
+
+class _Identity(msgspec.Struct):
+    """Of a checkpoint (`spark/jobs/checkpoint.py`): what decides whether a transform can begin at a time."""
+
+    pipe: str
+    state: str = ""
+    plan: StatePlan | None = None
+    penstock: str = ""
+
+
+def check_former(path: Path, pipe: str) -> None:
+    """Raise CommandFailed when its position cannot be used: the transform would be refused at its start. Blocking."""
+    try:
+        found = msgspec.json.decode((path / _IDENTITY).read_bytes(), type=_Identity)
+    except (OSError, msgspec.DecodeError) as error:
+        raise _not_at_a_time(f"{path / _IDENTITY} cannot be read: {error}") from error
+    if found.pipe != pipe:
+        raise _not_at_a_time(f"the checkpoint in {path} belongs to the pipe {found.pipe!r}")
+    if found.state or found.plan is not None or (not found.penstock and (path / "state").exists()):
+        raise keeps_state(pipe)
+
+
+def keeps_state(pipe: str) -> CommandFailed:
+    """The error to raise for a reset to a time."""
+    return _not_at_a_time(f"the transform of {pipe} kept state over several events, which a reset to a time would lose")
+
+
+def _not_at_a_time(problem: str) -> CommandFailed:
+    return CommandFailed(problem, "--to-earliest", status=2)
 
 
 def name_aside(folder: Path) -> Path:

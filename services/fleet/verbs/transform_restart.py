@@ -18,9 +18,12 @@ from services.fleet.dead.audit import Auditor, whoami
 from services.fleet.folder import find_checkpoints
 from services.fleet.problem import CommandFailed
 from services.fleet.transform_reset import (
+    Former,
     Restart,
+    check_former,
     find_former,
     hold_checkpoint,
+    keeps_state,
     name_aside,
     no_checkpoint,
     plan_restart,
@@ -42,12 +45,12 @@ def restart_transform(
     with hold_checkpoint(checkpoint) as is_here:
         restart, mark = uvloop.run(_plan(url, file, pipe, since))
         aside = name_aside(checkpoint) if is_here and checkpoint is not None else None
-        former = find_former(checkpoint, aside, mark)
-        _check(pipe, place, mark, restart, is_here=is_here)
+        former = find_former(checkpoint, aside, mark, gives_up=since is None)
+        _check(pipe, place, mark, restart, former, is_here=is_here)
         if since is not None:
             print_note(_describe(restart, since, former), "yellow")
         events = format_count(count := sum(move.count for move in restart.moves), "event")
-        if at_least := bool(former and restart.older):
+        if at_least := bool(former.name and restart.older):
             events = f"at least {events}"
         if not yes:
             print_note(
@@ -56,7 +59,7 @@ def restart_transform(
                 "yellow",
             )
             confirm(f"{pipe}: {events} will be transformed again, and the results delivered again. Go on?")
-        uvloop.run(_record(url, pipe, restart, mark, former))
+        uvloop.run(_record(url, pipe, restart, mark, former.name))
         try:
             if checkpoint is not None and aside is not None:
                 set_aside(checkpoint, aside)
@@ -64,7 +67,7 @@ def restart_transform(
             raise CommandFailed(f"{checkpoint} cannot be renamed: {error.strerror}") from error
     if as_json:
         said = {"pipe": pipe, "transform": True, "action": RESET, "since": since and time_text(since)}
-        said |= {"events": count, "at_least": at_least, "older_events": restart.older, "former": former or None}
+        said |= {"events": count, "at_least": at_least, "older_events": restart.older, "former": former.name or None}
         said |= {"checkpoint": aside and str(aside), "partitions": [move.as_json() for move in restart.moves]}
         typer.echo(json.dumps(said))
         return
@@ -81,14 +84,14 @@ async def _plan(url: str, file: PipeFile, pipe: str, since: datetime | None) -> 
         )
 
 
-def _check(pipe: str, place: str, mark: TransformMark | None, restart: Restart, *, is_here: bool) -> None:
+def _check(
+    pipe: str, place: str, mark: TransformMark | None, restart: Restart, former: Former, *, is_here: bool
+) -> None:
     """Raises CommandFailed when there is nothing to reset, or not to a time."""
     if restart.since is not None and mark is not None and mark.plan is not None:
-        raise CommandFailed(
-            f"the transform of {pipe} kept state over several events, which a reset to a time would lose",
-            "--to-earliest",
-            status=2,
-        )
+        raise keeps_state(pipe)
+    if restart.since is not None and former.path is not None:
+        check_former(former.path, pipe)
     if not is_here and restart.since is None and (mark is None or not (mark.has_begun or mark.begins)):
         raise no_checkpoint(place)
     if not is_here and mark is not None and mark.has_begun:
@@ -99,15 +102,16 @@ def _check(pipe: str, place: str, mark: TransformMark | None, restart: Restart, 
         )
 
 
-def _describe(restart: Restart, since: datetime, former: str) -> str:
+def _describe(restart: Restart, since: datetime, former: Former) -> str:
     """Which events a reset to a time leaves out."""
     begin = f"The transform begins at the first event that is not older than {time_text(since)}"
     older = format_count(restart.older, "older event")
-    if former:
+    if former.name:
+        away = "" if former.path is not None else f" {former.name} is not here; --to-earliest gives it up."
         return (
-            f"{begin}, or at the position of its checkpoint, if that comes first: keep {former} until it has begun. It leaves "
-            f"out those of {older} that it has transformed. In a topic that was made again since, it leaves out all: its log "
-            "counts them (events_left_out)."
+            f"{begin}, or at the position of its checkpoint, if that comes first: keep {former.name} until it has begun.{away} "
+            f"It leaves out those of {older} that it has transformed. In a topic that was made again since, it leaves out all: "
+            "its log counts them (events_left_out)."
         )
     return (
         f"{begin}. Its checkpoint is not here, so it leaves out {older}, also those that it never transformed: the loss table "

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.core.audit import Entry
@@ -53,7 +54,9 @@ pipes:
   b: {{sources: [s, t], destinations: [{{name: both, {HOOK}}}]}}
   sums: {{sources: [s], transform: {{sql: SELECT * FROM s}}, destinations: [{{name: hook, {HOOK}}}]}}
 """
+PLAN = msgspec.json.encode(StatePlan([], {}, ["s"], "", "4.2.0", "")).decode()
 BASE = 1_700_000_000_000
+IDENTITY = '{"id":"1","pipe":"sums","topics":{},"transform":"","kind":"in plan"}'
 EVENTS = 10
 """In each partition of `s`; event n of a partition has the origin `run:partition:n` and is n seconds younger than the first."""
 
@@ -541,6 +544,16 @@ async def test_a_reset_waits_for_events_that_count_as_written(url: str, tmp_path
         assert await retry_wait_s(broker, lanes["a/crm"], moves) == 0
 
 
+def read_mark(url: str) -> TransformMark | None:
+    """Of the transform `sums`."""
+
+    async def read() -> TransformMark | None:
+        async with open_broker(url) as broker:
+            return await read_transform_mark(broker.reader, "sums")
+
+    return asyncio.run(read())
+
+
 def test_a_transform_begins_again(shell: Shell, tmp_path: Path) -> None:
     """Broken: to transform all events again, an operator renames folders, perhaps below a running transform."""
     reset, folder = ("group", "reset", "sums", "--to-earliest", "--yes"), tmp_path / "data" / "checkpoints" / "sums"
@@ -574,7 +587,7 @@ def test_a_transform_begins_at_a_time(shell: Shell, tmp_path: Path, url: str) ->
     topic that was created again since is read from an offset of the former one."""
     since = ("group", "reset", "sums", "--to", format_time(BASE + 7000), "--yes", "--json")
     (folder := tmp_path / "data" / "checkpoints" / "sums").mkdir(parents=True)
-    (folder / "penstock.json").write_text("{}")  # from a backup, without a lock
+    (folder / "penstock.json").write_text(IDENTITY)  # from a backup, without a lock
 
     async def mark(plan: StatePlan | None = None) -> tuple[TransformMark | None, str]:
         async with open_broker(url) as broker, Producer(broker.appender) as producer:
@@ -626,6 +639,51 @@ def test_a_transform_without_its_checkpoint_begins_at_a_time(shell: Shell) -> No
     assert "sums: 6 events will be transformed again" in " ".join(shell.err.split())
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (', "state": "of a window"}', "kept state over several events"),
+        (f', "plan": {PLAN}}}', "kept state over several events"),
+        (', "ran": true}', "kept state over several events"),  # of 0.1, which kept it in `state/`
+        (', "pipe": "a"}', "belongs to the pipe 'a'"),
+        ("", "penstock.json cannot be read"),
+    ],
+)
+def test_a_checkpoint_that_refuses_a_time_stays(
+    shell: Shell, tmp_path: Path, url: str, changed: str, words: str
+) -> None:
+    """Broken: a reset to a time sets a checkpoint aside that the start then refuses, so the transform stands still."""
+    (folder := tmp_path / "data" / "checkpoints" / "sums" / "state").mkdir(parents=True)
+    if "ran" not in changed:
+        folder.rmdir()
+    (folder.parent / "penstock.json").write_text(IDENTITY.removesuffix("}") + changed)
+    assert shell.run("group", "reset", "sums", "--to", format_time(BASE + 7000), "--yes") == 2
+    said = " ".join(shell.err.split())
+    assert words in said
+    assert "Try: --to-earliest" in said
+    assert folder.parent.exists()
+    assert read_mark(url) is None
+    assert shell.run("group", "reset", "sums", "--to-earliest", "--yes") == 0
+
+
+def test_a_second_reset_from_elsewhere(shell: Shell, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a reset from a machine without the checkpoints forgets the position, and what was not transformed is left out."""
+    since = ("group", "reset", "sums", "--to", format_time(BASE + 7000), "--yes", "--json")
+    (folder := tmp_path / "data" / "checkpoints" / "sums").mkdir(parents=True)
+    (folder / "penstock.json").write_text(IDENTITY)
+    assert shell.run(*since) == 0
+    former = json.loads(shell.out)["former"]
+    monkeypatch.setenv("PENSTOCK_TRANSFORM_CHECKPOINTS", str(tmp_path / "laptop"))
+    assert shell.run(*since) == 0
+    assert f"{former} is not here; --to-earliest gives it up" in " ".join(shell.err.split())
+    assert json.loads(shell.out)["former"] == former
+    assert (mark := read_mark(url)) is not None
+    assert mark.former == former
+    assert shell.run("group", "reset", "sums", "--to-earliest", "--yes") == 0
+    assert shell.run(*since) == 0
+    assert json.loads(shell.out)["former"] is None
+
+
 @pytest.mark.parametrize("setting", ["folder", "file", "s3"])
 def test_checkpoints_that_are_elsewhere(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
@@ -634,7 +692,7 @@ def test_checkpoints_that_are_elsewhere(
     folder of an earlier setting is taken for it."""
     for place in ("elsewhere", "data/checkpoints"):
         (tmp_path / place / "sums").mkdir(parents=True)
-        (tmp_path / place / "sums" / "penstock.json").write_text("{}")
+        (tmp_path / place / "sums" / "penstock.json").write_text(IDENTITY)
     named = "s3a://bucket/checkpoints" if setting == "s3" else str(tmp_path / "elsewhere")
     if setting == "file":
         (tmp_path / "penstock.yaml").write_text(f"transform: {{checkpoints: {named}}}\n")
