@@ -127,8 +127,8 @@ class Letters:
 class BrokerFacts:
     """problem: why it cannot be used, for a person; empty when it can. missing: topics of the pipe file that it lacks.
 
-    marks: of the transforms that have begun, by pipe. lags, later: by group and topic, some seconds apart. newest: the highest
-    arrival time of a stream's newest records, ms; newest_at: our clock when these were read, s.
+    marks: of the transforms that have begun or were reset, by pipe. lags, later: by group and topic, some seconds apart.
+    newest: the highest arrival time of a stream's newest records, ms; newest_at: our clock when these were read, s.
     """
 
     url: str = ""

@@ -35,7 +35,7 @@ def find_checkpoints(facts: Facts) -> Iterator[Finding]:
         problem = said.pop(one.pipe, "")
         parts = about(f"pipe {one.pipe}", "transform")
         mark = facts.broker.marks.get(one.pipe)
-        if mark is not None and not one.has_identity and not one.made:
+        if mark is not None and mark.has_begun and not one.has_identity and not one.made:
             yield Finding(
                 f"The checkpoint of the transform of {one.pipe} is gone.",
                 [f"{one.path} has none, but {mark.text}", "the transform does not start without it"],
@@ -49,6 +49,8 @@ def find_checkpoints(facts: Facts) -> Iterator[Finding]:
                 f"ls -la {one.path}   # then as its runbook says: restore it, or penstock group reset",
                 parts,
             )
+        elif one.made is None and mark is not None and not mark.has_begun:
+            continue  # an operator reset it; it has not begun since
         elif one.made is None and facts.broker.ends.get(output_topic(one.pipe)) and one.pipe not in facts.broker.pauses:
             count = facts.broker.ends[output_topic(one.pipe)]
             yield Finding(

@@ -167,7 +167,7 @@ async def _read_marks(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
     with suppress(UnknownTopic):
         await marks.refresh()
     found = {name: marks.of(name) for name, pipe in pipes.pipes.items() if pipe.transform is not None}
-    facts.broker.marks = {name: mark for name, mark in found.items() if mark is not None and mark.has_begun}
+    facts.broker.marks = {name: mark for name, mark in found.items() if mark is not None}
 
 
 async def _read_groups(facts: Facts, broker: Broker, groups: list[GroupTopic], *, later: bool = False) -> None:

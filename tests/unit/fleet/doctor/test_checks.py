@@ -505,6 +505,12 @@ def test_a_lost_checkpoint() -> None:
 
     assert first_of(broken(delete)) == "checkpoint"
 
+    def reset(facts: Facts) -> None:  # an operator did, and the transform has not begun since
+        delete(facts)
+        facts.broker.marks = {"large": TransformMark("reset", "0123", "ann", int(NOW - DAY_S) * 1000)}
+
+    assert broken(reset).status == 0
+
     def lose(facts: Facts) -> None:  # before its first result, and on the disk is no trace of it
         facts.broker.marks = {"large": TransformMark("begun", "0123", "transform", int(NOW - DAY_S) * 1000)}
         delete(facts)
