@@ -92,10 +92,12 @@ def time_text(since: datetime) -> str:
     return format_time(round(since.timestamp() * 1000))
 
 
-def no_checkpoint(place: str) -> CommandFailed:
-    """The error to raise when there is nothing to reset. place: where the checkpoint would be."""
+def no_checkpoint(place: str, *, looked: bool) -> CommandFailed:
+    """The error to raise when there is nothing to reset. place: where the checkpoint would be. looked: in an object store nobody
+    does."""
     return CommandFailed(
-        f"there is no checkpoint in {place}, and the transform has not begun on this broker",
+        f"{f'there is no checkpoint in {place}' if looked else f'{place} was not looked at'}, and the transform has not begun on "
+        "this broker",
         "--data with the fleet's folder, or --broker with the broker's URL",
     )
 
@@ -124,11 +126,15 @@ def hold_checkpoint(folder: Path | None) -> Iterator[bool]:
 def _open_lock(folder: Path) -> int | None:
     """A file descriptor; None without the folder. A checkpoint from a backup has no lock yet."""
     try:
-        return os.open(folder / "penstock.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = os.open(folder / "penstock.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if os.geteuid() == 0:  # else the fleet's user could not lock what root made here
+            owner = folder.stat()
+            os.fchown(lock, owner.st_uid, owner.st_gid)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise CommandFailed(f"the checkpoint in {folder} cannot be locked: {error.strerror}") from error
+    return lock
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def restart_transform(
         restart, mark = uvloop.run(_plan(url, file, pipe, since))
         aside = name_aside(checkpoint) if is_here and checkpoint is not None else None
         former = find_former(checkpoint, aside, mark, gives_up=since is None)
-        _check(pipe, place, mark, restart, former, is_here=is_here)
+        _check(pipe, place, mark, restart, former, is_here=is_here, looked=checkpoint is not None)
         if since is not None:
             print_note(_describe(restart, since, former), "yellow")
         events = format_count(count := sum(move.count for move in restart.moves), "event")
@@ -85,7 +85,7 @@ async def _plan(url: str, file: PipeFile, pipe: str, since: datetime | None) -> 
 
 
 def _check(
-    pipe: str, place: str, mark: TransformMark | None, restart: Restart, former: Former, *, is_here: bool
+    pipe: str, place: str, mark: TransformMark | None, restart: Restart, former: Former, *, is_here: bool, looked: bool
 ) -> None:
     """Raises CommandFailed when there is nothing to reset, or not to a time."""
     if restart.since is not None and mark is not None and mark.plan is not None:
@@ -93,8 +93,14 @@ def _check(
     if restart.since is not None and former.path is not None:
         check_former(former.path, pipe)
     if not is_here and restart.since is None and (mark is None or not (mark.has_begun or mark.begins)):
-        raise no_checkpoint(place)
-    if not is_here and mark is not None and mark.has_begun:
+        raise no_checkpoint(place, looked=looked)
+    if not looked:
+        print_note(
+            f"{place} was not looked at. A checkpoint that is still there keeps its position: the next start continues with it. "
+            "Stop the transform and move it away first.",
+            "yellow",
+        )
+    elif not is_here and mark is not None and mark.has_begun:
         print_note(
             f"There is no checkpoint in {place}, but {mark.text}. If that one is elsewhere, the transform continues "
             "with it: stop the transform and move it away first.",

@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import json
+import os
 import random
 import shutil
 import time
@@ -666,6 +667,23 @@ def test_a_checkpoint_that_refuses_a_time_stays(
     assert shell.run("group", "reset", "sums", "--to-earliest", "--yes") == 0
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_reset_by_root_leaves_the_checkpoint_to_its_owner(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: after a reset that root declined, the fleet's user cannot lock a restored checkpoint."""
+    (folder := tmp_path / "data" / "checkpoints" / "sums").mkdir(parents=True)
+    (folder / "penstock.json").write_text(IDENTITY)
+    os.chown(folder, 1234, 1235)
+
+    def refuse(*_: Any, **__: Any) -> bool:
+        raise SystemExit(1)
+
+    monkeypatch.setattr("typer.confirm", refuse)
+    assert shell.run("group", "reset", "sums", "--to", format_time(BASE + 7000)) == 1
+    assert ((lock := (folder / "penstock.lock").stat()).st_uid, lock.st_gid) == (1234, 1235)
+
+
 def test_a_second_reset_from_elsewhere(shell: Shell, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: a reset from a machine without the checkpoints forgets the position, and what was not transformed is left out."""
     since = ("group", "reset", "sums", "--to", format_time(BASE + 7000), "--yes", "--json")
@@ -703,6 +721,9 @@ def test_checkpoints_that_are_elsewhere(
     said = json.loads(shell.out)
     assert (said["checkpoint"] or "").startswith(str(tmp_path / "elsewhere" / "sums.")) == (setting != "s3")
     assert (said["former"] is None) == (setting == "s3")
+    words = " ".join(shell.err.split())
+    assert ("sums was not looked at. A checkpoint that is still there keeps its position" in words) == (setting == "s3")
+    assert "There is no checkpoint" not in words
     assert (tmp_path / "data" / "checkpoints" / "sums").exists(), "nobody uses it"
 
 
