@@ -287,7 +287,8 @@ def test_retention_before_the_first_batch(pipeline: LogPipeline, has_read: bool)
         remove(pipeline, "s", oldest)
     pipeline.marks.newest["p"] = mark_of(pipeline, {"s": ends_of(pipeline)}, "former")
     with pipeline.query(chosen) as query:
-        assert query.checkpoint.read_identity().begins == {"s": oldest if has_read else dict.fromkeys(oldest, 0)}
+        assert (identity := query.checkpoint.read_identity()) is not None
+        assert identity.begins == {"s": oldest if has_read else dict.fromkeys(oldest, 0)}
     remove(pipeline, "s", {0: ends_of(pipeline)[0]})
     pipeline.start(chosen)
     wait_for(lambda: "records are gone" in (pipeline.problem or ""), "the refusal")
