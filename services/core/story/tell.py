@@ -1,5 +1,6 @@
 """From the facts about an event to its story: what happened in which order, and where the event is now."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from services.core.ledger.report import Outcome
 from services.core.masking import mask_text
 from services.core.pipes import Destination, is_retried
 from services.core.retry_state import BREAKER_OPEN, RetryState, state_of
-from services.core.story.facts import DEAD, Event, Facts, failed_attempts_of, lane_of
+from services.core.story.facts import DEAD, Event, Facts, failed_attempts_of, lane_of, source_of
 from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, State
 from services.core.story.search import EARLY_MS, Found, time_of
 from services.core.times import format_time
@@ -236,12 +237,11 @@ class _LaneTeller:
         if delivered is not None:
             step = ("expel", self._name, self._destination)
             round_ = self._facts.reports.failed_before(self._event.run, step, delivered)
-            failed = max((one.moment.attempts or 0 for one in steps if one.at_ms <= delivered), default=0)
+            failed = self._failed_until(delivered) + len(round_ or ())
             is_first = round_ is not None and not (round_ or self._side)
-            text = self._delivered_text(failed + len(round_ or ()), is_first=is_first)
-            at = format_time(delivered)
-            moment = Moment(at=at, what="delivered", text=text, attempts=failed + len(round_ or ()) or None)
-            last = _Step(delivered, 4, moment, "delivered", f"{text}, reported {at}", None)
+            text = self._delivered_text(failed, is_first=is_first)
+            moment = Moment(at=format_time(delivered), what="delivered", text=text, attempts=failed or None)
+            last = _Step(delivered, 4, moment, "delivered", f"{text}, reported {moment.at}", None)
             self._failed.update(round_ or ())
             again = [one for one in steps if one.at_ms >= delivered and one.state in ("delivered", "not_read")]
             return self._lane(self._open_output(steps) or max([last, *again], key=_when), [*steps, last])
@@ -254,6 +254,22 @@ class _LaneTeller:
         died = max((one.at_ms for one in steps if one.moment.what == "dead"), default=0)
         is_back = any(one.moment.what == "due" and one.at_ms >= died for one in steps)  # a redrive wrote that record
         return self._lane(max([one for one in steps if not (is_back and one.state == "redriven")], key=_when), steps)
+
+    def _failed_until(self, at_ms: int) -> int:
+        """The failed attempts that its records count, of all its inputs. After a dead letter a redrive begins to count again."""
+        deaths: Counter[str] = Counter()
+        failed: dict[tuple[str, int], int] = {}
+        for found in sorted(self._side, key=lambda one: one.record.timestamp):
+            if found.record.timestamp > at_ms:
+                break
+            source, state = source_of(found), state_of(found.record)
+            attempts = 0 if state is None else state.attempts
+            if is_dead := found.position.topic.endswith(DEAD):
+                attempts = DeadLetter.of(found.position, found.record).attempts
+            life = source, deaths[source]
+            failed[life] = max(failed.get(life, 0), attempts)
+            deaths[source] += is_dead
+        return sum(failed.values())
 
     def _open_output(self, steps: Sequence[_Step]) -> _Step | None:
         """Of several outputs of the event, the newest that is not known to be delivered. Reports do not tell outputs apart."""
@@ -295,7 +311,7 @@ class _LaneTeller:
             last = copies[-1][0]
             if state.attempts or first.position.topic == RETRY_IN:
                 yield self._handed_over(first, last, state, before)
-                before = state.attempts
+            before = state.attempts  # 0 in what a redrive wrote
             if last.position.topic.endswith(_RETRY):
                 yield self._back(last, state)
 

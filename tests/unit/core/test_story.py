@@ -361,6 +361,37 @@ async def test_each_attempt_is_told(history: History, capsys: pytest.CaptureFixt
     assert [one.what for one in told.history] == ["attempt", "attempt", "dead"]
 
 
+async def test_attempts_before_redrives_are_counted(history: History) -> None:
+    """Broken: an event that was refused three times and redriven each time was delivered "after 1 attempt that failed"."""
+    event = await history.accept("refused")
+    for written in (100, 1100, 2100):
+        failures = pack_attempts([FailedAttempt(NOW + written - 10, "http_404")])
+        letter = await history.bury(event, written, failures=failures)
+        redriven = history.wait(event, written + 500, rounds=0, attempts=0)
+        await history.write("shop.retry", redriven)
+        await history.act(REDRIVE, letter)
+    await history.report("expel", "shop", "delivered", 0, "billing", NOW + 3000, failures="")
+    told = await billing_of(history, "refused")
+    assert [one.what for one in told.history].count("attempt") == 3
+    assert told.now.startswith("delivered (2xx), after 3 attempts that failed, reported ")
+    assert [one.attempts for one in told.history if one.what == "delivered"] == [3]
+    tried = await history.accept("tried")
+    await history.write("penstock.retry-in", history.wait(tried, 100, attempts=2))
+    await history.write("shop.retry", history.wait(tried, 200, attempts=2))
+    await history.bury(tried, 300, attempts=3, offset=1)
+    await history.write("shop.retry", history.wait(tried, 400, rounds=0, attempts=0))
+    again = history.wait(tried, 500, attempts=5)
+    due = [(name, b"%d" % (NOW + 9000) if name.endswith("_due") else value) for name, value in again.headers]
+    await history.write("penstock.retry-in", Record(again.key, again.value, again.timestamp, tuple(due)))
+    told = await billing_of(history, "tried")
+    assert [one.text.split(",")[0] for one in told.history if one.what == "handed_over"] == [
+        "2 attempts failed",
+        "5 attempts failed",
+    ]
+    await history.report("expel", "shop", "delivered", 1, "billing", NOW + 3000, failures=f"{NOW + 2000}:http_503")
+    assert "after 9 attempts that failed" in (await billing_of(history, "tried")).now
+
+
 async def test_an_open_circuit_breaker_is_no_failed_attempt(history: History) -> None:
     """Broken: attempts that nobody made are told to the owner of a receiver as failures of it."""
     event = await history.accept("held")
