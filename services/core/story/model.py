@@ -45,7 +45,10 @@ class Lane(msgspec.Struct, frozen=True):
 
 
 class Passage(msgspec.Struct, frozen=True):
-    """The transform of one pipe. outcome: None: it is not known. at: of the report. outputs: places in the output, 20 at most."""
+    """The transform of one pipe. outcome: None: it is not known. at: of the report; with dead letters, of the newest moment.
+
+    outputs: places in the output, 20 at most.
+    """
 
     outcome: Literal["passed", "filtered", "dead"] | None
     now: str

@@ -109,7 +109,8 @@ def _tell_transform(pipe: str, event: Event, facts: Facts) -> Passage:
         more = f" and {len(outputs) - 3} more" if len(outputs) > 3 else ""
         return Passage("passed", where + more, _time(passed), outputs, history)
     if steps:
-        return Passage("dead", max(steps, key=_when).now, history[0].at, outputs, history)
+        newest = max(steps, key=_when)
+        return Passage("dead", newest.now, newest.moment.at, outputs, history)
     if facts.reports.first(event.run, step, "dead") is not None:
         return Passage("dead", "dead; the dead letter was not found", None, outputs, history)
     if filtered is not None:

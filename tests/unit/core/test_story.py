@@ -556,6 +556,21 @@ async def test_a_redrive_to_the_stream_is_a_copy(history: History, capsys: pytes
     assert "redriven by" not in copies[0]
 
 
+async def test_a_dead_letter_after_a_redrive_to_the_stream(
+    history: History, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Broken: the newest dead letter of a transform is "reported" at the time of the first one, before it was written."""
+    event = await history.accept("again")
+    said: dict[str, object] = {"pipe": "large", "destination": "", "node": "transform", "reason": "late", "attempts": 0}
+    await history.bury(event, 100, **said)
+    await history.bury(event, 900, **said)
+    (story,) = (await story_of(history, "again")).events
+    (large,) = [pipe.transform for pipe in story.pipes if pipe.transform is not None]
+    assert (large.now, large.at) == ("in the dead letters: large.dead:0:1", format_time(NOW + 900))
+    print_events([story])
+    assert "reported" not in capsys.readouterr().out, "it is the time of a record"
+
+
 async def test_one_id_several_times(history: History) -> None:
     """Broken: the letter of one event is told of another event with the same id."""
     await history.accept("twice")
