@@ -20,8 +20,9 @@ State = Literal[
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """at: of `delivered` and `reported` the time of the report; of an attempt, when the receiver answered. text: for a person,
-    with secrets masked. attempts: failed ones so far. detail: of the last failure. by: an operator."""
+    """at: of `delivered` and `reported` the time of the report; of an attempt, when the receiver answered; of `redriven` that of
+    the audit entry, which may be later than that of the next moment. text: for a person, with secrets masked. attempts: failed
+    ones so far. detail: of the last failure. by: an operator."""
 
     at: str
     what: What

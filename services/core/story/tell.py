@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from services.core.audit import DISCARD, DROP, REDRIVE, RESET, SKIP, Entry, covers, digest_of
 from services.core.dead_letter import DeadLetter, Position
-from services.core.event import OUTPUTS, read_arrival
+from services.core.event import OUTPUTS, REDRIVEN, read_arrival
 from services.core.failed_attempts import PARTIAL, FailedAttempt
 from services.core.ledger.report import Outcome
 from services.core.masking import mask_text
@@ -44,7 +44,7 @@ _RETRY = retry_topic("")
 
 
 class _Step(NamedTuple):
-    """A moment, and what it means if nothing follows. order: of moments with the same time."""
+    """A moment, and what it means if nothing follows. at_ms: for the order. order: of moments with the same time."""
 
     at_ms: int
     order: int
@@ -98,7 +98,7 @@ def _tell_transform(pipe: str, event: Event, facts: Facts) -> Passage:
     step = ("transform", pipe, None)
     outputs = tuple(str(found.position) for found in event.outputs.get(pipe, []))[:_SHOWN_OUTPUTS]
     letters = [found for found in event.side if lane_of(found, facts.renames) == (pipe, "")]
-    steps = [one for found in letters for one in _dead(found, facts.acts)]
+    steps = [one for found in letters for one in _dead(found, facts.acts, letters)]
     history = tuple(one.moment for one in sorted(steps, key=_when))
     if event.made_by == pipe:
         return Passage("passed", "made by the transform", None, outputs, history)
@@ -180,8 +180,24 @@ def _acts_on(found: Found, acts: Iterable[Entry]) -> Iterator[Entry]:
             yield entry
 
 
-def _dead(found: Found, acts: Iterable[Entry]) -> Iterator[_Step]:
-    """A dead letter, and what operators did with it."""
+def _redriven_from(letter: Found, side: Iterable[Found]) -> list[int]:
+    """The times of the first records that redrives of this dead letter caused, ms, oldest first. A redrive to the stream: of the
+    dead letters of the event that it wrote there."""
+    place, source, first_ms = str(letter.position).encode(), source_of(letter), letter.record.timestamp
+    caused = []
+    for found in side:
+        state = state_of(found.record) if found.position.topic.endswith(_RETRY) else None
+        is_retry = state is not None and not state.rounds and state.source == source
+        if found.record.timestamp >= first_ms and (is_retry or found.record.header(REDRIVEN) == place):
+            caused.append(found.record.timestamp)
+    return sorted(caused)
+
+
+def _dead(found: Found, acts: Iterable[Entry], side: Iterable[Found]) -> Iterator[_Step]:
+    """A dead letter, and what operators did with it. side: with the records that redrives caused.
+
+    A redrive is in the audit after its batch. So it may be noted after what it caused, and is told before that.
+    """
     letter, at_ms, position = DeadLetter.of(found.position, found.record), found.record.timestamp, str(found.position)
     tried = f" after {_attempts(letter.attempts)}{' in all' if letter.attempts > 1 else ''}" if letter.attempts else ""
     text = f"dead letter{tried}: {_reason(letter.reason, letter.detail)}"
@@ -195,11 +211,14 @@ def _dead(found: Found, acts: Iterable[Entry]) -> Iterator[_Step]:
         detail=mask_text(letter.detail),
     )
     yield _Step(at_ms, 3, moment, "dead", f"in the dead letters: {position}", position)
+    caused = iter(_redriven_from(found, side))
     for entry in _acts_on(found, acts):
         by, at = mask_text(entry.who), format_time(entry.at)
         if entry.action == REDRIVE:
-            done = Moment(at=at, what="redriven", text=f"redriven by {by}", position=position, by=by)
-            yield _Step(entry.at, 0, done, "redriven", f"redriven by {by}; what follows is not recorded", None)
+            before_ms = min(entry.at, next(caused, entry.at))
+            noted = ", noted after its batch" if before_ms < entry.at else ""
+            done = Moment(at=at, what="redriven", text=f"redriven by {by}{noted}", position=position, by=by)
+            yield _Step(before_ms, 0, done, "redriven", f"redriven by {by}; what follows is not recorded", None)
         elif entry.action == DISCARD:
             done = Moment(at=at, what="discarded", text=f"discarded by {by}", position=position, by=by)
             yield _Step(entry.at, 5, done, "discarded", f"a dead letter that {by} discarded: {position}", position)
@@ -252,9 +271,7 @@ class _LaneTeller:
         if not steps:
             state, now, position = self._upstream()
             return Lane(self._destination, state, now, position, ())
-        died = max((one.at_ms for one in steps if one.moment.what == "dead"), default=0)
-        is_back = any(one.moment.what == "due" and one.at_ms >= died for one in steps)  # a redrive wrote that record
-        return self._lane(max([one for one in steps if not (is_back and one.state == "redriven")], key=_when), steps)
+        return self._lane(max(steps, key=_when), steps)
 
     def _failed_until(self, at_ms: int) -> int:
         """The failed attempts that its records count, of all its inputs. After a dead letter a redrive begins to count again."""
@@ -368,7 +385,7 @@ class _LaneTeller:
     def _deaths(self) -> Iterator[_Step]:
         for found in self._side:
             if found.position.topic.endswith(DEAD):
-                yield from _dead(found, self._facts.acts)
+                yield from _dead(found, self._facts.acts, self._side)
 
     def _drops(self) -> Iterator[_Step]:
         for found in self._side:

@@ -28,7 +28,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.dead_letter import Position, make_dead_letter
-from services.core.event import ARRIVAL, ID, ORIGIN, OUTPUTS, Origin
+from services.core.event import ARRIVAL, ID, ORIGIN, OUTPUTS, REDRIVEN, Origin
 from services.core.failed_attempts import FailedAttempt, pack_attempts
 from services.core.ledger.report import TELEMETRY, FailureSet, OriginSet, Report, pack_numbers
 from services.core.pauses import Pause, write_pause
@@ -180,7 +180,7 @@ async def test_each_outcome_is_told(history: History) -> None:
     dead = await history.accept("dead")
     await history.bury(dead, 100)
     redriven = await history.accept("redriven")
-    letter = await history.bury(redriven, 100)
+    letter = await history.bury(redriven, 100, offset=5)
     await history.write("shop.retry", history.wait(redriven, 200, rounds=0, attempts=0))
     await history.act(REDRIVE, letter)
     discarded = await history.accept("discarded")
@@ -215,7 +215,7 @@ async def test_each_outcome_is_told(history: History) -> None:
     (event,) = (await story_of(history, "waiting", replace(SCOPE, pipes=("keep",)))).events
     assert [pipe.pipe for pipe in event.pipes] == ["keep"], "the retrier's topics have the events of all pipes"
     told = await billing_of(history, "redriven")
-    assert [moment.what for moment in told.history] == ["dead", "due", "redriven"]
+    assert [moment.what for moment in told.history] == ["dead", "redriven", "due"]
     assert (told.state, told.position) == ("waiting", "shop.retry:0:2")
     told = await billing_of(history, "discarded")
     assert (told.state, told.history[-1].by) == ("discarded", "ada@desk")
@@ -569,6 +569,40 @@ async def test_a_dead_letter_after_a_redrive_to_the_stream(
     assert (large.now, large.at) == ("in the dead letters: large.dead:0:1", format_time(NOW + 900))
     print_events([story])
     assert "reported" not in capsys.readouterr().out, "it is the time of a record"
+
+
+async def test_a_redrive_is_told_before_what_it_caused(history: History) -> None:
+    """Broken: an event is back before anybody redrove it; or one that died again at once reads as redriven, not as dead."""
+    event = await history.accept("again")
+    letter = await history.bury(event, 100)
+    await history.write("shop.retry", history.wait(event, 200, rounds=0, attempts=0))
+    second = await history.bury(event, 300, reason="http_410")
+    await history.act(REDRIVE, letter)  # its time is now, which is later than all that
+    told = await billing_of(history, "again")
+    assert [moment.what for moment in told.history] == ["dead", "redriven", "due", "dead"]
+    assert told.history[1].text == "redriven by ada@desk, noted after its batch"
+    assert told.history[1].at > told.history[2].at, "the audit's"
+    assert (told.state, told.position) == ("dead", "shop.dead:0:1")
+    await history.act(REDRIVE, second)
+    told = await billing_of(history, "again")
+    assert [moment.what for moment in told.history] == ["dead", "redriven", "due", "dead", "redriven"]
+    assert (told.state, told.history[-1].text) == ("redriven", "redriven by ada@desk"), "to another destination"
+
+
+async def test_a_redrive_to_the_stream_is_told_before_what_it_caused(history: History) -> None:
+    """Broken: a transform's new dead letter stands before the redrive that led to it, and the event reads as redriven."""
+    event = await history.accept("again")
+    said: dict[str, object] = {"pipe": "large", "destination": "", "node": "transform", "reason": "late", "attempts": 0}
+    letter = await history.bury(event, 100, **said)
+    mark = (REDRIVEN, str(Position(*letter[:3])).encode())
+    copy = Record(event.key, event.value, event.timestamp, (*event.headers, mark))
+    await history.write("orders", copy)
+    await history.bury(copy, 200, **said)
+    await history.act(REDRIVE, letter)
+    for story in (await story_of(history, "again")).events:
+        (large,) = [pipe.transform for pipe in story.pipes if pipe.transform is not None]
+        assert [moment.what for moment in large.history] == ["dead", "redriven", "dead"]
+        assert (large.outcome, large.now) == ("dead", "in the dead letters: large.dead:0:1")
 
 
 async def test_one_id_several_times(history: History) -> None:
