@@ -42,7 +42,7 @@ from spark.jobs.micro_batch import TransformHandler
 from spark.jobs.query import Query
 from spark.jobs.start_checks import check_suitability
 from spark.master import AUTO, MasterKind
-from spark.records import NO_BEGINS, RAW, RAW_SCHEMA, Begins, OffsetRange, to_arrow
+from spark.records import NO_BEGINS, RAW, RAW_SCHEMA, VALUE, Begins, OffsetRange, to_arrow
 from spark.session import open_session, own_session
 from spark.settings import SelectedPipes, TransformSettings, load_pipes
 from spark.tables import TableUnavailable
@@ -153,17 +153,23 @@ def try_pipe(session: SparkSession, settings: TrialSettings, chosen: SelectedPip
         broken,
         one.out.carries_events,
         one.row_by_row,
-        find_undeclared(sample, outputs, columns) if one.out.carries_events else [],
+        find_undeclared(sample, outputs, columns, one.out.payload) if one.out.carries_events and not broken else [],
     )
 
 
 def find_undeclared(
-    sample: Sequence[SampleRecord], outputs: Sequence[Record], columns: Mapping[str, StructType]
+    sample: Sequence[SampleRecord], outputs: Sequence[Record], columns: Mapping[str, StructType], payload: StructType
 ) -> list[UndeclaredField]:
-    """The fields of payloads that no column declares, and that are in no output under that name. columns: by stream."""
+    """The fields of payloads that no column declares, and that are in no output under that name. columns: by stream.
+
+    payload: of the outputs. Where there are none, its columns count; none are named when it is the text `value`.
+    """
+    if not outputs and [name.lower() for name in payload.names] == [VALUE]:
+        return []
     kept = {path.rpartition(".")[2].removesuffix("[]") for record in outputs for path in _paths(_parse(record), None)}
+    kept |= set() if outputs else set(payload.names)
     found: Counter[tuple[str, str]] = Counter()
-    for one in sample if outputs else ():
+    for one in sample:
         if one.topic in columns:
             paths = dict.fromkeys(_paths(_parse(one.record), columns[one.topic]))  # once for each event
             found.update((one.topic, path) for path in paths)

@@ -1,4 +1,5 @@
-"""Finds mistakes in `columns` (Spark DDL) without Spark: misspelled types, names that are reserved or declared twice.
+"""Finds mistakes in `columns` (Spark DDL) without Spark: misspelled types, brackets without their other half, names that are
+reserved or declared twice.
 
 Spark decides what is right. So whatever this parser does not know, it leaves to Spark: only what Spark refuses is a mistake here.
 """
@@ -53,8 +54,9 @@ MEANT: Mapping[str, str] = {
 MOST_DIGITS = 38
 EVENT, EVENT_TIME, OURS = "event", "event_time", "_penstock"
 _LOOKS_LIKE = 0.6
+_ENDS = {"<": ">", "(": ")"}
 _TOKEN = re.compile(
-    r"\s+|--[^\n]*|/\*.*?\*/|(?P<quoted>`(?:[^`]|``)+`)|(?P<word>\w+)|(?P<text>'[^']*'|\"[^\"]*\")|(?P<sign>[<>(),:])",
+    r"\s+|--[^\n]*|/\*.*?\*/|(?P<quoted>`(?:[^`]|``)+`)|(?P<word>\w+)|(?P<sign>[<>(),:])|(?P<text>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")",
     re.DOTALL,
 )
 
@@ -64,9 +66,15 @@ class _NotUnderstood(Exception):
 
 
 def find_column_mistakes(ddl: str, *, timed: bool) -> list[str]:
-    """Every mistake, for a person; none where that is not certain. timed: with a watermark, which adds a column."""
+    """Every mistake, for a person; none where that is not certain. timed: with a watermark, which adds a column.
+
+    A bracket without its other half is the only mistake: others may come from it.
+    """
     try:
-        parser = _Parser(ddl)
+        tokens = list(_split(ddl))
+        if bracket := _find_bracket(tokens):
+            return [bracket]
+        parser = _Parser(tokens)
         parser.read_columns("")
     except _NotUnderstood:
         return []
@@ -86,8 +94,8 @@ def find_bad_names(names: Sequence[str], *, timed: bool) -> Iterator[str]:
 class _Parser:
     """names: of the outermost columns. mistakes: in types."""
 
-    def __init__(self, ddl: str) -> None:
-        self._tokens = list(_split(ddl))
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self._tokens = tokens
         self._at = 0
         self.names: list[str] = []
         self.mistakes: list[str] = []
@@ -178,6 +186,25 @@ def _split(ddl: str) -> Iterator[str]:
         if found.lastgroup is not None:
             yield found[0]
         at = found.end()
+
+
+def _find_bracket(tokens: Sequence[str]) -> str:
+    """The bracket that is missing or too many; "" when each has its other half."""
+    opened: list[int] = []
+    for at, token in enumerate(tokens):
+        if token in _ENDS:
+            opened.append(at)
+        elif token in _ENDS.values():
+            if not opened:
+                return f"a `{token}` is too many: {' '.join(tokens[max(at - 2, 0) : at])}{token}"
+            if _ENDS[tokens[opened[-1]]] != token:
+                break
+            opened.pop()
+    if not opened:
+        return ""
+    at = opened[-1]
+    before = [one for one in tokens[max(at - 2, 0) : at] if one not in ("<", ",", ":")]
+    return f"a `{_ENDS[tokens[at]]}` is missing: {' '.join(before)}{tokens[at]}…"
 
 
 def _unknown(path: str, kind: str) -> str:

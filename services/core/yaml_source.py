@@ -111,7 +111,7 @@ def parse_yaml(text: str, path: Path) -> Document:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise BadConfiguration(
-            [Problem(f"{path}:{line}", "", f"not valid YAML: {error.problem}{_hint(error, line)}")]
+            [Problem(f"{path}:{line}", "", f"not valid YAML: {error.problem}{_hint(error, line, text)}")]
         ) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -123,12 +123,17 @@ def parse_yaml(text: str, path: Path) -> Document:
     return Document(path, data, builder.lines, builder.text_lines)
 
 
-def _hint(error: yaml.MarkedYAMLError, line: int) -> str:
+def _hint(error: yaml.MarkedYAMLError, line: int, text: str) -> str:
     """The likely mistake in the file, after the parser's words; "" when it is not known."""
     problem = error.problem or ""
     if "'\\t'" in problem:
         return ". Try: use spaces"
-    if "<block end>" in problem and problem.endswith(("start>'", "'-'", "'?'")):
+    is_indented = "<block end>" in problem and problem.endswith(("start>'", "'-'", "'?'"))
+    if "mapping values" in problem and error.problem_mark:
+        before = text[: error.problem_mark.index].rpartition("\n")[2]
+        if not (is_indented := re.fullmatch(r"\s*[\w-]+\s*", before) is not None):
+            return " (a second `: `). Try: the text in quotes, or on lines of its own behind `key: |`"
+    if is_indented:
         return f"; line {line} is indented differently from the lines above"
     return ""
 

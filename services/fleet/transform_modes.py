@@ -28,13 +28,15 @@ class ExpectedMode(NamedTuple):
     mode: Literal["micro-batch", "real-time"]
     why: str
 
-    def __str__(self) -> str:
-        """The end of a sentence about the transform."""
+    def describe(self, *, is_known: bool) -> str:
+        """The end of a sentence about the transform. is_known: whether the broker is."""
         if self.mode == "micro-batch":
             return f"runs in micro-batches: {_REASONS[self.why]}"
         if self.why == "asked":
             return "runs in real-time mode, or does not start: mode is set"
-        return "may run in real-time mode on Kafka: Spark decides when it starts"
+        if not is_known:
+            return "runs in micro-batches on the embedded log; on Kafka it may run in real-time mode"
+        return "may run in real-time mode: Spark decides when it starts"
 
 
 def expected_modes(pipes: PipeFile, broker: str | None, master: str) -> dict[str, ExpectedMode]:

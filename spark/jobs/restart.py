@@ -87,10 +87,10 @@ def find_begins(
                 f"{identity.pipe} knows offset {furthest} of {topic}:{partition}, which ends at {end}: records were lost, and "
                 f"others may have their offsets. Try: penstock group reset {identity.pipe} --to-earliest"
             )
+        gone[topic] += max(0, start - done.get(place, begin))
         if known is None or known.get(topic, identity.topics[topic]) != identity.topics[topic]:
             before_time[topic] += max(0, begin - start)
         else:  # of a source or a partition that the former transform did not read all counts
-            gone[topic] += max(0, start - done.get(place, start))
             begin = min(begin, done.get(place, start))
         begins.setdefault(topic, {})[partition] = max(begin, start)
     return Beginning(begins, {"before_time": before_time, "gone": gone}, mark.by, mark.former)
@@ -118,6 +118,9 @@ def _position(
     former, again = peek_checkpoint(session, root, name), f"penstock group reset {identity.pipe} --to-earliest"
     try:
         before = former.read_identity()
+        if before is not None and before.ran and former.newest("offsets") is None:
+            raise former.damaged("its offsets are gone")
+        former.check_readable()
         done = {} if before is None else _settled(before, former, broker, ledger=ledger)
     except (CheckpointDamaged, *JAVA_ERRORS) as error:
         raise CheckpointDamaged(

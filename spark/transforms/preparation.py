@@ -220,7 +220,9 @@ def prepare_pipe(
         raise
     except (PySparkException, BadTransform) as error:
         undeclared = [stream for stream, view in views.items() if view.columns is None]
-        problem, line = _locate(shorten(error)) if pipe.transform.sql is not None else (shorten(error), None)
+        problem, line = shorten(error), None
+        if pipe.transform.sql is not None:
+            problem, line = _locate(_find_unknown_view(error, [*views, *pipe.transform.tables]) or problem, str(error))
         hint = _hint(problem, pipe.transform, undeclared)
         raise BadConfiguration(
             [document.problem(key, f"{problem.rstrip('.')}. {hint}" if hint else problem, line)]
@@ -291,16 +293,29 @@ def _mistake(session: SparkSession, result: StructType, where: str) -> str | Non
     return None
 
 
+def _find_unknown_view(error: Exception, views: Sequence[str]) -> str:
+    """The view that SQL names and that is not there, with those that are; "" for other mistakes."""
+    if not isinstance(error, PySparkException) or error.getCondition() != "TABLE_OR_VIEW_NOT_FOUND":
+        return ""
+    name = (error.getMessageParameters() or {}).get("relationName", "a view")
+    return f"{name} is no source of this pipe; it has: {', '.join(views)}"
+
+
 _PLACE = re.compile(r"\(?line (\d+),? pos (\d+)\)?$")
+_FULL_PLACE = re.compile(r"; line (\d+) pos (\d+);?$", re.MULTILINE)
 
 
-def _locate(problem: str) -> tuple[str, int | None]:
-    """Spark's words, with the place in the text of `sql` as a person counts it; and the line. None: they name no place."""
-    found = _PLACE.search(problem)
+def _locate(problem: str, full: str) -> tuple[str, int | None]:
+    """The problem with its place in the text of `sql` as a person counts it; and the line. None: no place is named.
+
+    full: Spark's own words, which have the place also where the problem is cut.
+    """
+    at_end = _PLACE.search(problem)
+    found = at_end or _FULL_PLACE.search(full)
     if found is None:
         return problem, None
-    place = f"(line {found[1]} of the SQL, character {int(found[2]) + 1})"
-    return f"{problem[: found.start()].rstrip(' .;')} {place}", int(found[1])
+    words = problem[: at_end.start()].rstrip(" .;") if at_end else problem
+    return f"{words} (line {found[1]} of the SQL, character {int(found[2]) + 1})", int(found[1])
 
 
 _UNRESOLVED = re.compile(r"\[UNRESOLVED_COLUMN.*? with name (\S+) cannot be resolved")

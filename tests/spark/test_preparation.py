@@ -58,7 +58,14 @@ def test_spark_agrees_on_columns(pipeline: LogPipeline) -> None:
         ("SELECT event, rand() AS luck FROM s", "another result when a batch is computed again after a crash: rand("),
         ("SELECT event, value FROM s LIMIT 5", "would leave out events by chance: LIMIT"),
         ("SELECT DISTINCT event, value FROM s", "would leave out events by chance: DISTINCT"),
-        ("SELECT event, value FROM t", "`t` cannot be found"),
+        (
+            "WITH x AS (SELECT 1 AS n)\nSELECT event, value\nFROM t",
+            "sql: `t` is no source of this pipe; it has: s (line 3 of the SQL, character 6)",
+        ),
+        (
+            f"SELECT event, {', '.join(f'delay AS {name * 80}' for name in 'abcd')} FROM s\nORDER BY e",
+            "… (line 2 of the SQL, character 10)",
+        ),
     ],
 )
 def test_bad_sql(pipeline: LogPipeline, sql: str, said: str) -> None:

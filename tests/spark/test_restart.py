@@ -1,5 +1,6 @@
 """Where a transform begins after a reset to a time: it passes over no event, or says how many."""
 
+import shutil
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -132,6 +133,50 @@ def test_retention_took_what_was_not_transformed(reset: Reset) -> None:
     before = left_out("gone")
     assert reset.begins({"s": {0: 18, 1: 18, 2: 18}}) == {"s": {0: 10, 1: 15, 2: 18}}
     assert left_out("gone") == before + 5
+
+
+def test_retention_took_what_the_time_named(reset: Reset) -> None:
+    """If this fails, a start that comes late passes over events that were stored at the reset, without a word."""
+
+    def gone(begins: Parts, former: str, expected: Parts) -> float:
+        before = left_out("gone")
+        assert reset.begins({}, mark=mark_of(reset.pipeline, begins, former)) == expected
+        return left_out("gone") - before
+
+    tens, late = {"s": dict.fromkeys(range(3), 10)}, {"s": {0: 20, 1: 20, 2: 20}}
+    reset.leave(None, "nothing-read")
+    reset.leave({"s": {0: 20, 1: 20}}, "two-read")  # the third was added later
+    for partition in range(3):
+        reset.remove("s", partition, 20)
+    assert gone(tens, "nothing-read", late) == 30
+    assert gone(tens, "two-read", late) == 10
+    reset.make_anew("s", 20)
+    reset.remove("s", 0, 10)
+    reset.leave({"s": {0: 5, 1: 5, 2: 5}}, "of-another-topic")
+    assert gone({"s": {0: 5}}, "of-another-topic", {"s": {0: 10, 1: 0, 2: 0}}) == 5
+
+
+def test_retention_took_what_the_time_named_without_a_position(reset: Reset) -> None:
+    """As above, after the loss of a cluster: there is no former checkpoint."""
+    before = left_out("gone"), left_out("before_time")
+    mark = mark_of(reset.pipeline, {"s": {0: 10, 1: 10, 2: 10}})
+    reset.remove("s", 0, 20)
+    assert reset.begins({}, mark=mark) == {"s": {0: 20, 1: 10, 2: 10}}
+    assert (left_out("gone"), left_out("before_time")) == (before[0] + 10, before[1] + 20)
+
+
+@pytest.mark.parametrize("torn", ["offsets/0", "commits/0", "offsets"])
+def test_a_torn_former_checkpoint_is_not_one_that_read_nothing(reset: Reset, torn: str) -> None:
+    """If this fails, what retention took since its position is not counted."""
+    reset.leave({"s": {0: 15, 1: 15, 2: 15}}, ran=True)
+    place = reset.root / "former" / torn
+    if place.is_dir():
+        for part in ("offsets", "commits"):
+            shutil.rmtree(place.with_name(part))
+    else:
+        place.write_bytes(b"")
+    with pytest.raises(CheckpointDamaged, match=r"cannot be read.*--to-earliest"):
+        reset.begins({"s": {0: 10, 1: 10, 2: 10}})
 
 
 def test_retention_took_what_was_not_transformed_of_a_source_that_the_reset_did_not_name(reset: Reset) -> None:

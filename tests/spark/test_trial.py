@@ -67,6 +67,9 @@ def test_fields_that_get_lost_are_named(try_it: Try) -> None:
         payloads, sql="SELECT event, n, items, get_json_object(value, '$.note') AS note FROM s", columns=columns
     ).undeclared
     assert [one.field for one in named] == ["items[].qty", "N"]
+    dropped = "SELECT event, n, items, get_json_object(value, '$.note') AS note FROM s WHERE n > 9"
+    assert try_it(payloads, sql=dropped, columns=columns).undeclared == named
+    assert not try_it(payloads, sql="SELECT event, value FROM s WHERE n > 9", columns=columns).undeclared
 
 
 def test_the_page_keeps_the_rest(try_it: Try) -> None:

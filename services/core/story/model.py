@@ -20,8 +20,9 @@ State = Literal[
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """at: of `delivered` and `reported` the time of the report; of an attempt, when the receiver answered. text: for a person,
-    with secrets masked. attempts: failed ones so far. detail: of the last failure. by: an operator."""
+    """at: of `delivered` and `reported` the time of the report; of an attempt, when the receiver answered; of `redriven` that of
+    the audit entry, which may be later than that of the next moment. text: for a person, with secrets masked. attempts: failed
+    ones so far. detail: of the last failure. by: an operator."""
 
     at: str
     what: What
@@ -45,7 +46,10 @@ class Lane(msgspec.Struct, frozen=True):
 
 
 class Passage(msgspec.Struct, frozen=True):
-    """The transform of one pipe. outcome: None: it is not known. at: of the report. outputs: places in the output, 20 at most."""
+    """The transform of one pipe. outcome: None: it is not known. at: of the report; with dead letters, of the newest moment.
+
+    outputs: places in the output, 20 at most.
+    """
 
     outcome: Literal["passed", "filtered", "dead"] | None
     now: str

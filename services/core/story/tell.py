@@ -1,17 +1,18 @@
 """From the facts about an event to its story: what happened in which order, and where the event is now."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from services.core.audit import DISCARD, DROP, REDRIVE, RESET, SKIP, Entry, covers, digest_of
 from services.core.dead_letter import DeadLetter, Position
-from services.core.event import OUTPUTS, read_arrival
+from services.core.event import OUTPUTS, REDRIVEN, read_arrival
 from services.core.failed_attempts import PARTIAL, FailedAttempt
 from services.core.ledger.report import Outcome
 from services.core.masking import mask_text
 from services.core.pipes import Destination, is_retried
 from services.core.retry_state import BREAKER_OPEN, RetryState, state_of
-from services.core.story.facts import DEAD, Event, Facts, failed_attempts_of, lane_of
+from services.core.story.facts import DEAD, Event, Facts, failed_attempts_of, lane_of, source_of
 from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, State
 from services.core.story.search import EARLY_MS, Found, time_of
 from services.core.times import format_time
@@ -43,7 +44,7 @@ _RETRY = retry_topic("")
 
 
 class _Step(NamedTuple):
-    """A moment, and what it means if nothing follows. order: of moments with the same time."""
+    """A moment, and what it means if nothing follows. at_ms: for the order. order: of moments with the same time."""
 
     at_ms: int
     order: int
@@ -97,7 +98,7 @@ def _tell_transform(pipe: str, event: Event, facts: Facts) -> Passage:
     step = ("transform", pipe, None)
     outputs = tuple(str(found.position) for found in event.outputs.get(pipe, []))[:_SHOWN_OUTPUTS]
     letters = [found for found in event.side if lane_of(found, facts.renames) == (pipe, "")]
-    steps = [one for found in letters for one in _dead(found, facts.acts)]
+    steps = [one for found in letters for one in _dead(found, facts.acts, letters)]
     history = tuple(one.moment for one in sorted(steps, key=_when))
     if event.made_by == pipe:
         return Passage("passed", "made by the transform", None, outputs, history)
@@ -108,7 +109,8 @@ def _tell_transform(pipe: str, event: Event, facts: Facts) -> Passage:
         more = f" and {len(outputs) - 3} more" if len(outputs) > 3 else ""
         return Passage("passed", where + more, _time(passed), outputs, history)
     if steps:
-        return Passage("dead", max(steps, key=_when).now, history[0].at, outputs, history)
+        newest = max(steps, key=_when)
+        return Passage("dead", newest.now, newest.moment.at, outputs, history)
     if facts.reports.first(event.run, step, "dead") is not None:
         return Passage("dead", "dead; the dead letter was not found", None, outputs, history)
     if filtered is not None:
@@ -178,8 +180,24 @@ def _acts_on(found: Found, acts: Iterable[Entry]) -> Iterator[Entry]:
             yield entry
 
 
-def _dead(found: Found, acts: Iterable[Entry]) -> Iterator[_Step]:
-    """A dead letter, and what operators did with it."""
+def _redriven_from(letter: Found, side: Iterable[Found]) -> list[int]:
+    """The times of the first records that redrives of this dead letter caused, ms, oldest first. A redrive to the stream: of the
+    dead letters of the event that it wrote there."""
+    place, source, first_ms = str(letter.position).encode(), source_of(letter), letter.record.timestamp
+    caused = []
+    for found in side:
+        state = state_of(found.record) if found.position.topic.endswith(_RETRY) else None
+        is_retry = state is not None and not state.rounds and state.source == source
+        if found.record.timestamp >= first_ms and (is_retry or found.record.header(REDRIVEN) == place):
+            caused.append(found.record.timestamp)
+    return sorted(caused)
+
+
+def _dead(found: Found, acts: Iterable[Entry], side: Iterable[Found]) -> Iterator[_Step]:
+    """A dead letter, and what operators did with it. side: with the records that redrives caused.
+
+    A redrive is in the audit after its batch. So it may be noted after what it caused, and is told before that.
+    """
     letter, at_ms, position = DeadLetter.of(found.position, found.record), found.record.timestamp, str(found.position)
     tried = f" after {_attempts(letter.attempts)}{' in all' if letter.attempts > 1 else ''}" if letter.attempts else ""
     text = f"dead letter{tried}: {_reason(letter.reason, letter.detail)}"
@@ -193,11 +211,14 @@ def _dead(found: Found, acts: Iterable[Entry]) -> Iterator[_Step]:
         detail=mask_text(letter.detail),
     )
     yield _Step(at_ms, 3, moment, "dead", f"in the dead letters: {position}", position)
+    caused = iter(_redriven_from(found, side))
     for entry in _acts_on(found, acts):
         by, at = mask_text(entry.who), format_time(entry.at)
         if entry.action == REDRIVE:
-            done = Moment(at=at, what="redriven", text=f"redriven by {by}", position=position, by=by)
-            yield _Step(entry.at, 0, done, "redriven", f"redriven by {by}; what follows is not recorded", None)
+            before_ms = min(entry.at, next(caused, entry.at))
+            noted = ", noted after its batch" if before_ms < entry.at else ""
+            done = Moment(at=at, what="redriven", text=f"redriven by {by}{noted}", position=position, by=by)
+            yield _Step(before_ms, 0, done, "redriven", f"redriven by {by}; what follows is not recorded", None)
         elif entry.action == DISCARD:
             done = Moment(at=at, what="discarded", text=f"discarded by {by}", position=position, by=by)
             yield _Step(entry.at, 5, done, "discarded", f"a dead letter that {by} discarded: {position}", position)
@@ -236,12 +257,11 @@ class _LaneTeller:
         if delivered is not None:
             step = ("expel", self._name, self._destination)
             round_ = self._facts.reports.failed_before(self._event.run, step, delivered)
-            failed = max((one.moment.attempts or 0 for one in steps if one.at_ms <= delivered), default=0)
+            failed = self._failed_until(delivered) + len(round_ or ())
             is_first = round_ is not None and not (round_ or self._side)
-            text = self._delivered_text(failed + len(round_ or ()), is_first=is_first)
-            at = format_time(delivered)
-            moment = Moment(at=at, what="delivered", text=text, attempts=failed + len(round_ or ()) or None)
-            last = _Step(delivered, 4, moment, "delivered", f"{text}, reported {at}", None)
+            text = self._delivered_text(failed, is_first=is_first)
+            moment = Moment(at=format_time(delivered), what="delivered", text=text, attempts=failed or None)
+            last = _Step(delivered, 4, moment, "delivered", f"{text}, reported {moment.at}", None)
             self._failed.update(round_ or ())
             again = [one for one in steps if one.at_ms >= delivered and one.state in ("delivered", "not_read")]
             return self._lane(self._open_output(steps) or max([last, *again], key=_when), [*steps, last])
@@ -251,9 +271,23 @@ class _LaneTeller:
         if not steps:
             state, now, position = self._upstream()
             return Lane(self._destination, state, now, position, ())
-        died = max((one.at_ms for one in steps if one.moment.what == "dead"), default=0)
-        is_back = any(one.moment.what == "due" and one.at_ms >= died for one in steps)  # a redrive wrote that record
-        return self._lane(max([one for one in steps if not (is_back and one.state == "redriven")], key=_when), steps)
+        return self._lane(max(steps, key=_when), steps)
+
+    def _failed_until(self, at_ms: int) -> int:
+        """The failed attempts that its records count, of all its inputs. After a dead letter a redrive begins to count again."""
+        deaths: Counter[str] = Counter()
+        failed: dict[tuple[str, int], int] = {}
+        for found in sorted(self._side, key=lambda one: one.record.timestamp):
+            if found.record.timestamp > at_ms:
+                break
+            source, state = source_of(found), state_of(found.record)
+            attempts = 0 if state is None else state.attempts
+            if is_dead := found.position.topic.endswith(DEAD):
+                attempts = DeadLetter.of(found.position, found.record).attempts
+            life = source, deaths[source]
+            failed[life] = max(failed.get(life, 0), attempts)
+            deaths[source] += is_dead
+        return sum(failed.values())
 
     def _open_output(self, steps: Sequence[_Step]) -> _Step | None:
         """Of several outputs of the event, the newest that is not known to be delivered. Reports do not tell outputs apart."""
@@ -295,7 +329,7 @@ class _LaneTeller:
             last = copies[-1][0]
             if state.attempts or first.position.topic == RETRY_IN:
                 yield self._handed_over(first, last, state, before)
-                before = state.attempts
+            before = state.attempts  # 0 in what a redrive wrote
             if last.position.topic.endswith(_RETRY):
                 yield self._back(last, state)
 
@@ -351,7 +385,7 @@ class _LaneTeller:
     def _deaths(self) -> Iterator[_Step]:
         for found in self._side:
             if found.position.topic.endswith(DEAD):
-                yield from _dead(found, self._facts.acts)
+                yield from _dead(found, self._facts.acts, self._side)
 
     def _drops(self) -> Iterator[_Step]:
         for found in self._side:

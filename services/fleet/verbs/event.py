@@ -101,7 +101,7 @@ def print_events(events: Sequence[EventStory]) -> None:
         _print_event(one, [_outcome(pipe) for earlier in copies for pipe in earlier.pipes])
     shown = [pipe for one in events for pipe in one.pipes]
     if any(
-        (pipe.transform and pipe.transform.at) or any(_is_reported(lane) for lane in pipe.destinations)
+        (pipe.transform and _reported(pipe.transform)) or any(_is_reported(lane) for lane in pipe.destinations)
         for pipe in shown
     ):
         _print(0, Text("A reported time is about a second after the answer, at most.", style="dim"))
@@ -145,13 +145,18 @@ def _is_reported(lane: Lane) -> bool:
     return any(moment.what in ("delivered", "reported") for moment in lane.history)
 
 
+def _reported(passage: Passage) -> str | None:
+    """The time of the report. Of dead letters, the history has the times."""
+    return None if passage.outcome == "dead" else passage.at
+
+
 def _outcome(pipe: PipeStory) -> _Outcome:
     now = None if pipe.transform is None else pipe.transform.now
     return pipe.pipe, now, [lane.now for lane in pipe.destinations]
 
 
 def _print_transform(passage: Passage) -> None:
-    at = f"  (reported {passage.at})" if passage.at else ""
+    at = f"  (reported {reported})" if (reported := _reported(passage)) else ""
     style = {"passed": "green", "dead": "red"}.get(passage.outcome or "", "yellow")
     _print(4, Text.assemble("transform: ", (plain(passage.now), style), (at, "dim")))
     _print_history(passage.history)

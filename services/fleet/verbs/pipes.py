@@ -185,7 +185,8 @@ def check(
             raise
         typer.echo(json.dumps({"problems": [problem.as_json() for problem in error.problems]}))
         raise typer.Exit(2) from None
-    modes = expected_modes(found, _url_of(broker, data), master)
+    url = _url_of(broker, data)
+    modes = expected_modes(found, url, master)
     summary = {
         "streams": len(found.streams),
         "pipes": len(found.pipes),
@@ -206,7 +207,7 @@ def check(
     counts = ", ".join(format_count(count, what.removesuffix("s")) for what, count in summary.items())
     OUT.print(f"{pipes} is good: {counts}", style="green")
     for name, mode in modes.items():
-        print_note(f"{name}: its transform {mode}")
+        print_note(f"{name}: its transform {mode.describe(is_known=url is not None)}")
     _print_not_analysed(pipes, list(modes))
     if isinstance(known, Checked):
         _print_effects(known, found)

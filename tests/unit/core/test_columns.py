@@ -16,6 +16,11 @@ MISTAKES = {
     ],
     "a MONEY": ["field a: there is no type MONEY; did you mean DECIMAL(12,2)?"],
     "a DECIMAL(40, 2)": ["field a: a DECIMAL has at most 38 digits, not 40"],
+    "id STRING, sensor STRUCT<id STRING, celsius DUBLE": ["a `>` is missing: sensor STRUCT<…"],
+    "a ARRAY<STRUCT<b: INT>, c INT": ["a `>` is missing: a ARRAY<…"],
+    "a ARRAY<STRUCT<b: INT, c INT>": ["a `>` is missing: a ARRAY<…"],
+    "a MAP<STRING, DECIMAL(3,1>": ["a `)` is missing: DECIMAL(…"],
+    "a ARRAY<INT>>, b INT": ["a `>` is too many: INT >>"],
     "a, b INT": ["field a has no type. Try: a STRING"],
     "Event STRING": ["the column name 'event' is reserved. Try: another name, read by a transform from `value`"],
     "a INT, A STRING": ["the column 'a' is declared twice (names are the same in upper and lower case)"],
@@ -23,9 +28,10 @@ MISTAKES = {
 RIGHT = (
     "a INT NOT NULL COMMENT 'x, y', b STRUCT<event: DECIMAL(3,1) NOT NULL, c MAP<STRING, ARRAY<INT>>>, `a b` STRING -- STRNG",
     "a STRING COLLATE UTF8_LCASE, b INTERVAL DAY TO SECOND, c CHAR(3), d TIMESTAMP WITHOUT TIME ZONE, e VARIANT, f TIME(3)",
+    r"a STRUCT<b INT COMMENT 'it\'s < 5', c INT>, `a <` INT",
     "a: INT, b: REAL, c STRUCT<>, d NUMERIC, e DEC(3), event_time TIMESTAMP",
 )
-NOT_KNOWN = ("a ARRAY<INT", "a-b INT", "a INT()", "struct<a: int>", "")
+NOT_KNOWN = ("a-b INT", "a INT()", "struct<a: int>", "")
 
 
 def test_mistakes_are_named() -> None:

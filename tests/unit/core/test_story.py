@@ -28,7 +28,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.dead_letter import Position, make_dead_letter
-from services.core.event import ARRIVAL, ID, ORIGIN, OUTPUTS, Origin
+from services.core.event import ARRIVAL, ID, ORIGIN, OUTPUTS, REDRIVEN, Origin
 from services.core.failed_attempts import FailedAttempt, pack_attempts
 from services.core.ledger.report import TELEMETRY, FailureSet, OriginSet, Report, pack_numbers
 from services.core.pauses import Pause, write_pause
@@ -180,7 +180,7 @@ async def test_each_outcome_is_told(history: History) -> None:
     dead = await history.accept("dead")
     await history.bury(dead, 100)
     redriven = await history.accept("redriven")
-    letter = await history.bury(redriven, 100)
+    letter = await history.bury(redriven, 100, offset=5)
     await history.write("shop.retry", history.wait(redriven, 200, rounds=0, attempts=0))
     await history.act(REDRIVE, letter)
     discarded = await history.accept("discarded")
@@ -215,7 +215,7 @@ async def test_each_outcome_is_told(history: History) -> None:
     (event,) = (await story_of(history, "waiting", replace(SCOPE, pipes=("keep",)))).events
     assert [pipe.pipe for pipe in event.pipes] == ["keep"], "the retrier's topics have the events of all pipes"
     told = await billing_of(history, "redriven")
-    assert [moment.what for moment in told.history] == ["dead", "due", "redriven"]
+    assert [moment.what for moment in told.history] == ["dead", "redriven", "due"]
     assert (told.state, told.position) == ("waiting", "shop.retry:0:2")
     told = await billing_of(history, "discarded")
     assert (told.state, told.history[-1].by) == ("discarded", "ada@desk")
@@ -359,6 +359,37 @@ async def test_each_attempt_is_told(history: History, capsys: pytest.CaptureFixt
     await history.bury(dead, 300, attempts=2, failures=once + b",nonsense")
     told = await billing_of(history, "dead")
     assert [one.what for one in told.history] == ["attempt", "attempt", "dead"]
+
+
+async def test_attempts_before_redrives_are_counted(history: History) -> None:
+    """Broken: an event that was refused three times and redriven each time was delivered "after 1 attempt that failed"."""
+    event = await history.accept("refused")
+    for written in (100, 1100, 2100):
+        failures = pack_attempts([FailedAttempt(NOW + written - 10, "http_404")])
+        letter = await history.bury(event, written, failures=failures)
+        redriven = history.wait(event, written + 500, rounds=0, attempts=0)
+        await history.write("shop.retry", redriven)
+        await history.act(REDRIVE, letter)
+    await history.report("expel", "shop", "delivered", 0, "billing", NOW + 3000, failures="")
+    told = await billing_of(history, "refused")
+    assert [one.what for one in told.history].count("attempt") == 3
+    assert told.now.startswith("delivered (2xx), after 3 attempts that failed, reported ")
+    assert [one.attempts for one in told.history if one.what == "delivered"] == [3]
+    tried = await history.accept("tried")
+    await history.write("penstock.retry-in", history.wait(tried, 100, attempts=2))
+    await history.write("shop.retry", history.wait(tried, 200, attempts=2))
+    await history.bury(tried, 300, attempts=3, offset=1)
+    await history.write("shop.retry", history.wait(tried, 400, rounds=0, attempts=0))
+    again = history.wait(tried, 500, attempts=5)
+    due = [(name, b"%d" % (NOW + 9000) if name.endswith("_due") else value) for name, value in again.headers]
+    await history.write("penstock.retry-in", Record(again.key, again.value, again.timestamp, tuple(due)))
+    told = await billing_of(history, "tried")
+    assert [one.text.split(",")[0] for one in told.history if one.what == "handed_over"] == [
+        "2 attempts failed",
+        "5 attempts failed",
+    ]
+    await history.report("expel", "shop", "delivered", 1, "billing", NOW + 3000, failures=f"{NOW + 2000}:http_503")
+    assert "after 9 attempts that failed" in (await billing_of(history, "tried")).now
 
 
 async def test_an_open_circuit_breaker_is_no_failed_attempt(history: History) -> None:
@@ -523,6 +554,55 @@ async def test_a_redrive_to_the_stream_is_a_copy(history: History, capsys: pytes
     assert copies[1].split("\n")[0].endswith("orders, partition 0, offset 2, copy 3")
     assert [one.count("as above: reports do not tell copies apart") for one in (whole, *copies)] == [0, 1, 1]
     assert "redriven by" not in copies[0]
+
+
+async def test_a_dead_letter_after_a_redrive_to_the_stream(
+    history: History, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Broken: the newest dead letter of a transform is "reported" at the time of the first one, before it was written."""
+    event = await history.accept("again")
+    said: dict[str, object] = {"pipe": "large", "destination": "", "node": "transform", "reason": "late", "attempts": 0}
+    await history.bury(event, 100, **said)
+    await history.bury(event, 900, **said)
+    (story,) = (await story_of(history, "again")).events
+    (large,) = [pipe.transform for pipe in story.pipes if pipe.transform is not None]
+    assert (large.now, large.at) == ("in the dead letters: large.dead:0:1", format_time(NOW + 900))
+    print_events([story])
+    assert "reported" not in capsys.readouterr().out, "it is the time of a record"
+
+
+async def test_a_redrive_is_told_before_what_it_caused(history: History) -> None:
+    """Broken: an event is back before anybody redrove it; or one that died again at once reads as redriven, not as dead."""
+    event = await history.accept("again")
+    letter = await history.bury(event, 100)
+    await history.write("shop.retry", history.wait(event, 200, rounds=0, attempts=0))
+    second = await history.bury(event, 300, reason="http_410")
+    await history.act(REDRIVE, letter)  # its time is now, which is later than all that
+    told = await billing_of(history, "again")
+    assert [moment.what for moment in told.history] == ["dead", "redriven", "due", "dead"]
+    assert told.history[1].text == "redriven by ada@desk, noted after its batch"
+    assert told.history[1].at > told.history[2].at, "the audit's"
+    assert (told.state, told.position) == ("dead", "shop.dead:0:1")
+    await history.act(REDRIVE, second)
+    told = await billing_of(history, "again")
+    assert [moment.what for moment in told.history] == ["dead", "redriven", "due", "dead", "redriven"]
+    assert (told.state, told.history[-1].text) == ("redriven", "redriven by ada@desk"), "to another destination"
+
+
+async def test_a_redrive_to_the_stream_is_told_before_what_it_caused(history: History) -> None:
+    """Broken: a transform's new dead letter stands before the redrive that led to it, and the event reads as redriven."""
+    event = await history.accept("again")
+    said: dict[str, object] = {"pipe": "large", "destination": "", "node": "transform", "reason": "late", "attempts": 0}
+    letter = await history.bury(event, 100, **said)
+    mark = (REDRIVEN, str(Position(*letter[:3])).encode())
+    copy = Record(event.key, event.value, event.timestamp, (*event.headers, mark))
+    await history.write("orders", copy)
+    await history.bury(copy, 200, **said)
+    await history.act(REDRIVE, letter)
+    for story in (await story_of(history, "again")).events:
+        (large,) = [pipe.transform for pipe in story.pipes if pipe.transform is not None]
+        assert [moment.what for moment in large.history] == ["dead", "redriven", "dead"]
+        assert (large.outcome, large.now) == ("dead", "in the dead letters: large.dead:0:1")
 
 
 async def test_one_id_several_times(history: History) -> None:

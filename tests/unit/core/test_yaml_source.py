@@ -72,7 +72,17 @@ def test_depth_is_bounded(text: str) -> None:
             "a:\n\tb: 1\n",
             "f.yaml:2: not valid YAML: found character '\\t' that cannot start any token. Try: use spaces",
         ),
-        ("a: b: c\n", "f.yaml:1: not valid YAML: mapping values are not allowed"),
+        (
+            "a: 1\n  b: 2\n",
+            "f.yaml:2: not valid YAML: mapping values are not allowed here; line 2 is indented differently",
+        ),
+        *(
+            (
+                f"a:\n  sql: SELECT event{space}FROM s WHERE kind = 'a: b'\n",
+                f"f.yaml:{line}: not valid YAML: mapping values are not allowed here (a second `: `). Try: the text in quotes",
+            )
+            for line, space in ((2, " "), (3, "\n    "))
+        ),
         ("a: 1\n---\nb: 2\n", "f.yaml:2: not valid YAML: but found another document"),
         ("a: 1\nb: \x00\n", "f.yaml:2: has a character that YAML does not allow"),
         (

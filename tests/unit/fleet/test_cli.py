@@ -27,6 +27,7 @@ from services.fleet.cli import load_verbs, main
 from services.fleet.folder import FleetState, write_state
 from services.fleet.ports import free_port
 from services.fleet.settings import UpSettings, keys_of_ingest
+from services.fleet.transform_modes import ExpectedMode
 from services.fleet.verbs.app import APP
 
 
@@ -191,8 +192,9 @@ def test_init_check_and_schema(shell: Shell) -> None:
     assert shell.run("check", "--allow-networks", "127.0.0.0/8") == 0
     assert shell.out == "pipes.yaml is good: 1 stream, 1 pipe, 1 destination\n"
     trial = "Try: penstock try large-orders --sample FILE"
-    mode = "large-orders: its transform may run in real-time mode on Kafka: Spark decides when it starts"
-    assert shell.err == f"{mode}\nthe transform was not analysed. {trial}\n"
+    mode = "runs in micro-batches on the embedded log; on Kafka it may run in real-time mode"
+    assert "embedded log" not in ExpectedMode("real-time", "").describe(is_known=True)
+    assert shell.err == f"large-orders: its transform {mode}\nthe transform was not analysed. {trial}\n"
     assert shell.run("check", "--json") == 2
     [problem] = json.loads(shell.out)["problems"]
     assert problem["where"].startswith("pipes.yaml:")

@@ -21,10 +21,15 @@ function lane(one) {
     element("p", {}, one.now), timeline(one.state === "delivered" && one.history.length < 2 ? [] : one.history));
 }
 
+// Of dead letters, the timeline has the times.
+function reportedAt(passage) {
+  return passage.outcome === "dead" ? null : passage.at;
+}
+
 function transform(passage) {
   return element("div", { class: "lane" },
     element("h5", {}, "transform ", element("span", { class: `badge ${passage.outcome === "dead" ? "bad" : passage.outcome === "passed" ? "good" : "quiet"}` }, passage.outcome ?? "unknown")),
-    element("p", {}, passage.now, passage.at ? `, reported ${passage.at}` : ""), timeline(passage.history));
+    element("p", {}, passage.now, reportedAt(passage) ? `, reported ${passage.at}` : ""), timeline(passage.history));
 }
 
 function drawEvent(event) {
@@ -42,7 +47,7 @@ function drawEvent(event) {
 }
 
 function isReported(pipe) {
-  return Boolean(pipe.transform?.at) || pipe.destinations.some((one) => one.history.some((moment) => ["delivered", "reported"].includes(moment.what)));
+  return Boolean(pipe.transform && reportedAt(pipe.transform)) || pipe.destinations.some((one) => one.history.some((moment) => ["delivered", "reported"].includes(moment.what)));
 }
 
 function notes(said) {
