@@ -86,10 +86,11 @@ def rights_of(service: Service, pipes: PipeFile) -> list[Right]:
     if service == "transform":
         transformed = {name: pipe for name, pipe in pipes.pipes.items() if pipe.transform is not None}
         pipes = pipes.model_copy(update={"pipes": transformed})
+    known = _find_names(pipes)
     found = {
         Right(operation, kind, name): None
         for operations, kind, names in _NEEDED[service]
-        for name in _find_names(names, pipes)
+        for name in (known.get(names, []) if _stands_for_several(names) else [names])
         for operation in operations.split()
     }
     return list(found)
@@ -104,7 +105,12 @@ def show_rights() -> str:
     return "\n".join(rows)
 
 
-def _find_names(names: str, pipes: PipeFile) -> list[str]:
+def _stands_for_several(names: str) -> bool:
+    return names.isupper() or names.startswith("PIPE.")
+
+
+def _find_names(pipes: PipeFile) -> dict[str, list[str]]:
+    """What the words in capitals stand for."""
     topics = [spec.name for spec in wanted_topics(pipes)]
     found: dict[str, list[str]] = {
         "STREAM": list(own_streams(pipes)),
@@ -128,4 +134,4 @@ def _find_names(names: str, pipes: PipeFile) -> list[str]:
         }
         for each, of_this in of_pipe.items():
             found.setdefault(each, []).extend(of_this)
-    return found.get(names, [] if names.isupper() or names.startswith("PIPE.") else [names])
+    return found
