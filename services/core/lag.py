@@ -36,6 +36,8 @@ class LagHistogram:
 
     def observe(self, lags_ms: Sequence[int]) -> None:
         """Count a batch; about 0.05 us per value."""
+        if not lags_ms:
+            return
         self._raw.update(lags_ms)
         self.count += len(lags_ms)
         self.total_ms += sum(lags_ms)
@@ -44,6 +46,8 @@ class LagHistogram:
 
     def observe_counts(self, events: Mapping[int, int]) -> None:
         """Count events. events: their number by lag."""
+        if not events:
+            return
         self._raw.update(events)
         self.count += sum(events.values())
         self.total_ms += sum(lag * count for lag, count in events.items())

@@ -141,12 +141,15 @@ class LaneMetrics:
 
     def flush(self) -> None:
         """Observe all gathered values."""
-        lags_in, lags_out = Tally(self._event_lags_in), Tally(self._event_lags)
-        self._lag_in.observe_counts(lags_in)
-        self.ledger.record_arrived(lags_in)
+        if self._event_lags_in:
+            lags_in = Tally(self._event_lags_in)
+            self._lag_in.observe_counts(lags_in)
+            self.ledger.record_arrived(lags_in)
+        if self._event_lags:
+            lags_out = Tally(self._event_lags)
+            self._event_lag.observe_counts(lags_out)
+            self._lag_out.observe_counts(lags_out)
         self._transit.observe(self._transits)
-        self._event_lag.observe_counts(lags_out)
-        self._lag_out.observe_counts(lags_out)
         self._e2e.observe(self._e2es)
         self._expel_time.observe_counts(self._expel_times)
         for values in (self._event_lags_in, self._transits, self._event_lags, self._e2es, self._expel_times):

@@ -46,6 +46,8 @@ class SendThrottle:
         self._notice = FailureNotice(self._lane, clock)
         self._gauge = metrics.EXPEL_BREAKER.labels(pipe, destination)
         self._labels = pipe, destination
+        self._shows_probe = True
+        """Whether the time of the next probe may be among the metrics: a throttle before this one may have left it."""
 
     @property
     def is_blocked(self) -> bool:
@@ -142,8 +144,11 @@ class SendThrottle:
         self._notice.check()
         self._gauge.set(_STATES[self.state])
         if self.state == "closed":
-            metrics.EXPEL_NEXT_PROBE.remove(*self._labels)
+            if self._shows_probe:
+                metrics.EXPEL_NEXT_PROBE.remove(*self._labels)
+                self._shows_probe = False
         else:
+            self._shows_probe = True
             metrics.EXPEL_NEXT_PROBE.labels(*self._labels).set(time.time() + self.blocked_for())
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
 from types import MappingProxyType
 
@@ -77,7 +78,12 @@ def refuse(refused: Refused, *, close: bool = False, **members: object) -> Answe
 
 def http_date(seconds: float) -> bytes:
     """The value of a Date header; seconds since the epoch."""
-    return formatdate(seconds, usegmt=True).encode()
+    return _date_of(int(seconds))
+
+
+@lru_cache(maxsize=4)
+def _date_of(second: int) -> bytes:
+    return formatdate(second, usegmt=True).encode()
 
 
 log = structlog.get_logger()
