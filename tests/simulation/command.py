@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 
 from tests.simulation import choice, clock
-from tests.simulation.fleet import replace_seams, show_logs
+from tests.simulation.fleet import forget_metrics, replace_seams, show_logs
 from tests.simulation.history import run_seed
 from tests.simulation.patches import PATCHES
 from tests.simulation.readers import history as readers
@@ -33,6 +33,7 @@ PROVE_WITHIN = 20_000
 
 def run(seed: int, *, shown: bool = False) -> Verdict:
     """One history."""
+    forget_metrics()
     if shown:
         show_logs(print)
     return (readers.run_readers if _is_of_readers(seed) else run_seed)(seed, print if shown else None)

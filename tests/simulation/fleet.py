@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from prometheus_client.metrics import MetricWrapperBase
 
 import services.core.key_watch as key_watch
 import services.core.lifecycle as lifecycle
@@ -26,7 +27,9 @@ import services.fleet.topics as fleet_topics
 import services.global_retrier.app as retrier_app
 import services.ingest.app as ingest_app
 import services.observer.app as observer_app
+from services.core import metrics
 from services.core.broker.contract import Broker
+from services.core.lag import LagFamily
 from services.core.lifecycle import supervise
 from services.core.pipes import PipeFile
 from services.core.snapshot import SNAPSHOT_VARIABLE
@@ -272,6 +275,15 @@ def replace_seams() -> None:
     _put(lifecycle, _exit_now=_end_process)
     _put(clock, find_skew=_skew)
     structlog.configure(processors=[_hear], cache_logger_on_first_use=False)
+
+
+def forget_metrics() -> None:
+    """Those of former histories: to copy their histograms takes time, more with each history."""
+    for family in vars(metrics).values():
+        if isinstance(family, LagFamily):
+            family._children.clear()
+        elif isinstance(family, MetricWrapperBase) and family._labelnames:
+            family.clear()
 
 
 def show_logs(tell: Callable[[str], None]) -> None:
