@@ -10,13 +10,14 @@ import random
 import signal
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from contextlib import suppress
 from heapq import heappop, heappush
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from tests.support.virtual_loop import Deadlock, VirtualLoop
 
+_T = TypeVar("_T")
 TURN_S = 1e-6
 """Passes in each turn: who waits for a moment and wakes a rounding error before it would otherwise wait for ever."""
 MAX_TURNS = 3_000_000
@@ -181,12 +182,16 @@ class Machine(VirtualLoop):
         self._is_over = False
         self.turns = 0
         self._tasks: list[asyncio.Task[Any]] = []
-        self.set_task_factory(self._make_task)  # type: ignore[arg-type]  # the stubs know no context
         self.set_exception_handler(self._note_error)
 
-    def _make_task(self, _loop: object, coro: Coroutine[Any, Any, Any], **more: Any) -> asyncio.Task[Any]:
-        task = _Task(coro, loop=self, **more)
-        process = more["context"].get(_PROCESS) if more.get("context") is not None else current_process()
+    get_debug = bool  # it gives False, and takes no Python to do so: each future and each task asks for it
+
+    def create_task(
+        self, coro: Coroutine[Any, Any, _T] | Generator[Any, None, _T], *, name: object = None, context: Any = None
+    ) -> "asyncio.Task[_T]":
+        """As there; its process keeps it."""
+        task = _Task(coro, loop=self, name=cast("Any", name), context=context)
+        process = _PROCESS.get(None) if context is None else context.get(_PROCESS)
         (self._tasks if process is None else process.tasks).append(task)
         return task
 
@@ -241,7 +246,11 @@ class Machine(VirtualLoop):
         self, delay: float, callback: Any, *args: Any, context: Any = None
     ) -> "_Handle":
         """As there."""
-        return self.call_at(self._now + delay, callback, *args, context=context)
+        when = self._now + delay
+        handle = _Handle(callback, args, context, when)
+        self._numbers += 1
+        heappush(self._timers, (when, self._numbers, handle))
+        return handle
 
     def call_soon(  # type: ignore[override]  # typeshed has *args of a TypeVarTuple here
         self, callback: Any, *args: Any, context: Any = None
