@@ -5,11 +5,12 @@ from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from services.core.broker.contract import Broker, Lag, TopicSpec
-from services.core.broker.errors import BrokerError, NotOwner, OffsetOutOfRange, Unavailable, UnsafeTopic
+from services.core.broker.contract import Broker, Consumer, Lag, TopicSpec
+from services.core.broker.errors import BrokerError, HomeChanged, NotOwner, OffsetOutOfRange, Unavailable, UnsafeTopic
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
@@ -118,6 +119,26 @@ async def test_a_broker_that_needs_time_is_read_beside_one_that_never_runs_dry()
     assert topics.count("b") == 1
     assert topics.count("a") >= 99
     await consumer.close()
+
+
+async def test_a_topic_moves_while_a_member_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the member reads the former topic to its end, again, and then nothing, until it leaves for another reason."""
+    homes: dict[str, str] = {}
+    openings = {"b": partial(LogBroker.open, str(tmp_path / "b"))}
+    async with LogBroker.open(str(tmp_path / "own")) as own, open_several(own, openings, Places(homes)) as broker:
+        await broker.admin.create_topic(TopicSpec("t", 1))
+        join = own.consumer
+
+        @asynccontextmanager
+        async def join_slowly(*args: Any, **more: Any) -> AsyncIterator[Consumer]:
+            async with join(*args, **more) as consumer:
+                homes["t"] = "b"
+                yield consumer
+
+        monkeypatch.setattr(own, "consumer", join_slowly)
+        async with broker.consumer("g", ["t"], start="earliest", on_revoke=_ignore) as consumer:
+            with pytest.raises(HomeChanged, match="broker default"):
+                await consumer.poll(max_records=1, max_wait=0)
 
 
 async def test_both_are_polled_all_the_time() -> None:

@@ -70,11 +70,11 @@ class SeveralBrokers:
                 raise Unavailable(
                     f"{topic} moves from broker {places.of(topic)}. Its readers wait until the move has ended"
                 )
-        parts = self.brokers.by_broker(topics)
+        parts, homes = self.brokers.by_broker(topics), {topic: places.of(topic) for topic in topics}
         if len(parts) <= 1:
             broker = await self.brokers.named(next(iter(parts), DEFAULT))
             async with broker.consumer(group, topics, start=start, on_revoke=on_revoke) as consumer:
-                yield HomeConsumer(consumer, topics, self.brokers.places)
+                yield HomeConsumer(consumer, homes, places)
             return
         revocations = Revocations(on_revoke)
         async with AsyncExitStack() as stack:
@@ -85,7 +85,7 @@ class SeveralBrokers:
                 members.append((await stack.enter_async_context(joining), some))
             several = SeveralConsumer(members, revocations)
             stack.push_async_callback(several.close)
-            yield HomeConsumer(several, topics, self.brokers.places)
+            yield HomeConsumer(several, homes, places)
 
     async def probe(self, topic: str, *, timeout: float) -> None:
         await (await self.brokers.of(topic)).probe(topic, timeout=timeout)

@@ -169,12 +169,13 @@ class SeveralConsumer:
 
 
 class HomeConsumer:
-    """`Consumer` of topics that may move: it reads only while they are where they were at the join. Its offsets are those of
-    `Places.base`."""
+    """`Consumer` of topics that may move: it reads only while they are where it joined. Its offsets are those of `Places.base`.
 
-    def __init__(self, consumer: Consumer, topics: Collection[str], places: Places) -> None:
-        self._consumer, self._places = consumer, places
-        self._homes = {topic: places.of(topic) for topic in topics}
+    homes: the broker of each topic, as it was known before the join, which takes time.
+    """
+
+    def __init__(self, consumer: Consumer, homes: Mapping[str, str], places: Places) -> None:
+        self._consumer, self._homes, self._places = consumer, homes, places
 
     async def poll(self, *, max_records: int, max_wait: float) -> list[Batch]:
         """As in the contract. Raises Unavailable while it is not known where a topic is, and HomeChanged when it has moved."""
