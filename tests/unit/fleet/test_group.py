@@ -3,7 +3,6 @@
 import asyncio
 import fcntl
 import json
-import os
 import random
 import shutil
 import time
@@ -667,21 +666,23 @@ def test_a_checkpoint_that_refuses_a_time_stays(
     assert shell.run("group", "reset", "sums", "--to-earliest", "--yes") == 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_a_reset_by_root_leaves_the_checkpoint_to_its_owner(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Broken: after a reset that root declined, the fleet's user cannot lock a restored checkpoint."""
     (folder := tmp_path / "data" / "checkpoints" / "sums").mkdir(parents=True)
     (folder / "penstock.json").write_text(IDENTITY)
-    os.chown(folder, 1234, 1235)
+    owner, given = folder.stat(), []
 
     def refuse(*_: Any, **__: Any) -> bool:
         raise SystemExit(1)
 
     monkeypatch.setattr("typer.confirm", refuse)
+    monkeypatch.setattr("services.fleet.transform_reset.os.geteuid", lambda: 0)
+    monkeypatch.setattr("services.fleet.transform_reset.os.fchown", lambda _file, *to: given.append(to))
     assert shell.run("group", "reset", "sums", "--to", format_time(BASE + 7000)) == 1
-    assert ((lock := (folder / "penstock.lock").stat()).st_uid, lock.st_gid) == (1234, 1235)
+    assert (folder / "penstock.lock").exists()
+    assert given == [(owner.st_uid, owner.st_gid)]
 
 
 def test_a_second_reset_from_elsewhere(shell: Shell, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
