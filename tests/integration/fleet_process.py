@@ -162,7 +162,10 @@ class Command:
     async def interrupt(self) -> int:
         """Ctrl-C; the exit status."""
         self.process.send_signal(signal.SIGINT)
-        return await self.finish()
+        status = await self.finish()
+        if status:
+            print(f"ended with {status}:\n{self.out}{self.err}")
+        return status
 
     async def kill(self) -> None:
         """With everything that it started. Nothing when it has ended."""

@@ -387,6 +387,18 @@ async def test_a_stuck_service_is_killed(bench: Bench) -> None:
     assert "ingest-1 did not drain; its events in flight will be processed again" in bench.said
 
 
+async def test_stop_while_a_killed_service_starts_again(bench: Bench) -> None:
+    """Broken: `penstock up` says that events were left, and fails, because a process that had not begun ended at SIGTERM."""
+    async with bench.run("ingest") as fleet:
+        [process] = fleet.processes
+        killed = process.pid
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        await until(lambda: process.pid not in (None, killed), "another process")
+    assert fleet.drained
+    assert not [line for line in bench.said if "did not drain" in line]
+
+
 async def test_stop_while_starting(bench: Bench) -> None:
     """Broken: Ctrl-C during the start leaves processes behind."""
 
