@@ -58,7 +58,9 @@ class ObjectStoreServer:
             time.sleep(0.1)
         client = self.client()
         client.create_bucket(Bucket=BUCKET)
-        client.put_bucket_versioning(Bucket=BUCKET, VersioningConfiguration={"Status": "Enabled"})  # as the documents advise
+        client.put_bucket_versioning(
+            Bucket=BUCKET, VersioningConfiguration={"Status": "Enabled"}
+        )  # as the documents advise
         return self
 
     def __exit__(self, *_: object) -> None:
