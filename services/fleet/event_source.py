@@ -192,8 +192,8 @@ def _fault(payload: bytes) -> str:
         return "not UTF-8"
     except msgspec.ValidationError:
         return "not a JSON object"
-    except msgspec.DecodeError:
-        return "not valid JSON"
+    except msgspec.DecodeError as error:
+        return f"not valid JSON: {str(error).removeprefix('JSON is malformed: ')}"
     return ""
 
 
@@ -258,9 +258,10 @@ class _Text:
             except json.JSONDecodeError as error:
                 if len(self.buffer) - self.at > MAX_EVENT_BYTES:
                     raise BadInput(f"event {position} is larger than {MAX_EVENT_BYTES} bytes, or broken") from error
+                place = error.pos - self.at  # `_more` drops what stands before
                 if not self._more():
                     self._check()
-                    line = self._lines + self.buffer.count("\n", 0, error.pos)
+                    line = self._lines + self.buffer.count("\n", 0, self.at + place)
                     raise BadInput(f"event {position}, line {line}: not valid JSON: {error.msg}") from error
                 continue
             if end < len(self.buffer) or not self._more():  # a number may continue in the next chunk

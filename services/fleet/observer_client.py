@@ -16,7 +16,7 @@ from services.core.yaml_source import BadConfiguration
 from services.fleet.access import require_fleet
 from services.fleet.console import make_table
 from services.fleet.folder import OBSERVER_TOKEN_FILE
-from services.fleet.problem import CommandFailed
+from services.fleet.problem import CommandFailed, why_no_answer
 
 TIMEOUT = aiohttp.ClientTimeout(total=60.0)
 
@@ -64,7 +64,9 @@ async def ask(
         ):
             body: dict[str, Any] = orjson.loads(await answer.read())
     except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
-        raise CommandFailed(f"the observer at {address} does not answer: {error}", "penstock status") from error
+        raise CommandFailed(
+            f"the observer at {address} does not answer: {why_no_answer(error)}", "penstock status"
+        ) from error
     if answer.status not in (200, 201):
         raise CommandFailed(". ".join(str(body[key]) for key in ("title", "detail") if body.get(key)))
     return body

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
+import aiohttp
+
 
 class CommandFailed(Exception):
     """The command failed. what: the failure and its place; remedy: a thing to try; both for a person.
@@ -33,6 +35,15 @@ def unknown_name(
     )
     what += f"; did you mean {close[0]}?" if close else ""
     return CommandFailed(what, f"one of: {listed or none}", status=2)
+
+
+def why_no_answer(error: Exception) -> str:
+    """The reason why an HTTP request has no answer, for a person. aiohttp's own text speaks of TLS also where there is none."""
+    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
+        place = f"{error.host}:{error.port}"
+        refused = isinstance(error.os_error, ConnectionRefusedError)
+        return f"nobody listens on {place}" if refused else f"no connection to {place}: {error.strerror}"
+    return str(error) or type(error).__name__
 
 
 def unreadable_file(path: Path, error: OSError) -> CommandFailed:

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from services.fleet.access import ingest_url, require_fleet
-from services.fleet.problem import CommandFailed
+from services.fleet.problem import CommandFailed, why_no_answer
 
 TIMEOUT = aiohttp.ClientTimeout(total=60.0)
 _WRONG_INPUT = frozenset({400, 404, 413, 415, 422})
@@ -59,7 +59,9 @@ async def ask(
         ):
             found: dict[str, Any] = json.loads(await answer.read())  # orjson rounds integers of more than 64 bits
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise CommandFailed(f"the registry at {registry.url} does not answer: {error}", "penstock status") from error
+        raise CommandFailed(
+            f"the registry at {registry.url} does not answer: {why_no_answer(error)}", "penstock status"
+        ) from error
     if answer.status in (200, 201) or answer.status in accept:
         return answer.status, found
     text = ". ".join(str(found[key]) for key in ("title", "detail") if found.get(key))

@@ -17,6 +17,7 @@ import orjson
 from services.core.backoff import Backoff
 from services.fleet.event_source import BadInput, SourceEvent
 from services.fleet.pace import Pace
+from services.fleet.problem import why_no_answer
 
 CONTENT_TYPE = "application/cloudevents-batch+json"
 SOURCE = "penstock-send"
@@ -258,7 +259,7 @@ class _Sender:
             ) as response:
                 raw = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            return 0, {"detail": str(error) or type(error).__name__}, 0.0
+            return 0, {"detail": why_no_answer(error)}, 0.0
         try:
             answer = orjson.loads(raw)
         except orjson.JSONDecodeError:

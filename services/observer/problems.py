@@ -2,7 +2,7 @@
 
 from services.core.problem_type import ProblemType
 
-BAD_PARAMETER = ProblemType("bad-parameter", 400, "A query parameter is not understood")
+BAD_PARAMETER = ProblemType("bad-parameter", 400, "A parameter is not understood")
 NOT_FOUND = ProblemType("not-found", 404, "There is no such resource")
 DESTINATION_NOT_FOUND = ProblemType("destination-not-found", 404, "The pipe file has no such destination")
 METHOD_NOT_ALLOWED = ProblemType("method-not-allowed", 405, "This method is not allowed here")

@@ -3,7 +3,7 @@
 from services.core.problem_type import ProblemType
 
 BAD_REQUEST = ProblemType("bad-request", 400, "The HTTP request is malformed")
-BAD_PARAMETER = ProblemType("bad-parameter", 400, "A query parameter is not understood")
+BAD_PARAMETER = ProblemType("bad-parameter", 400, "A parameter is not understood")
 BAD_KEY = ProblemType("bad-key", 400, "The key in the path is not valid")
 NO_VALID_KEY = ProblemType("no-valid-key", 401, "The request has no valid API key")
 KEY_IN_URL = ProblemType("key-in-url", 401, "The URL has an API key")

@@ -35,7 +35,6 @@ PIECE_BYTES = 64 << 20
 _CUT_INTO = 16
 _ADDED_BYTES = MAX_DETAIL + 1024
 log = structlog.get_logger()
-_HINT = "# stands for a value. Try: penstock dead list"
 
 
 class Rejected(NamedTuple):
@@ -162,8 +161,9 @@ def write_dead_letters(
     examples = [  # a payload's value is in the dead letter, not in the log
         normalise(item.detail) if item.reason == SCHEMA_MISMATCH else item.detail for item in found[:3]
     ]
+    hint = f"Try: penstock dead list --pipe {query.pipe}, which has the payloads and all values"
     log.warning(
-        "dead_letters_written", pipe=query.pipe, events=len(found), reasons=dict(reasons), examples=examples, hint=_HINT
+        "dead_letters_written", pipe=query.pipe, events=len(found), reasons=dict(reasons), examples=examples, hint=hint
     )
     return dead
 

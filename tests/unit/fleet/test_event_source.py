@@ -73,7 +73,7 @@ def test_a_bad_line_is_that_lines_fault() -> None:
     found = read(b'{"a":1}\n\n{"a":\n[1]\n{"a":"\xff"}\n{"a":2}')
     assert [(event.position, event.fault) for event in found] == [
         (1, ""),
-        (3, "not valid JSON"),
+        (3, "not valid JSON: Input data was truncated"),
         (4, "not a JSON object"),
         (5, "not UTF-8"),
         (6, ""),
@@ -117,6 +117,7 @@ def test_nothing(data: bytes) -> None:
         (b'[\n{"a":1}\n{"b":2}\n]\n', "after event 1: not a valid JSON array"),
         (b'[{"a":1}', "after event 1: not a valid JSON array"),
         (b'[{"a":1}] x', "more text after the end"),
+        (b'[\n{"a":1},\n{"b":2},\n{"c": d-4},\n{"e":5}\n]\n', "event 3, line 4: not valid JSON"),
         (b"hello\nworld\n", "event 1, line 1: not valid JSON"),
         (b"[" * 200_000, "nested too deeply"),
         (b'["\xff"]', "not UTF-8"),
