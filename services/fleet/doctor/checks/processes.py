@@ -120,7 +120,7 @@ def _missing(facts: Facts) -> Iterator[Finding]:
     for service in FLOW:
         if service in wanted and not facts.of(service):
             names = ", ".join(one.name for one in facts.instances)
-            source = "the setting schemas says that there is" if service == "registry" else "the pipe file needs"
+            source = "by the setting schemas, the fleet has" if service == "registry" else "the pipe file needs"
             yield Finding(
                 f"No process of {service} is in the list of processes.",
                 [f"{source} one; the list has {names}"],
