@@ -204,7 +204,8 @@ class ServiceProcess:
         ended, hurried = asyncio.ensure_future(process.wait()), asyncio.ensure_future(hurry.wait())
         try:
             await asyncio.wait({ended, hurried}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            drained = ended.done() and process.returncode in (0, -signal.SIGTERM)  # it had not begun: SIGTERM is handled first
+            # -SIGTERM: it ended before it began, because it handles the signal first of all.
+            drained = ended.done() and process.returncode in (0, -signal.SIGTERM)
         finally:
             ended.cancel()
             hurried.cancel()
