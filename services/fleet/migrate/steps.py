@@ -86,10 +86,12 @@ def check_movable(pipes: PipeFile, stream: str, to: str | None, url: str) -> Non
                 status=2,
             )
     if pipes.streams[stream].topic is not None:
-        raise CommandFailed(f"{stream} is a topic of others, and only they can move it", "its owner", status=2)
+        raise CommandFailed(
+            f"{stream} is a topic of others, and only their owner can move it", "asking the owner", status=2
+        )
     if pipes.streams[stream].compact:
         raise CommandFailed(
-            f"{stream} is compacted: what was removed is missing in its offsets, so a copy cannot have the same",
+            f"{stream} is compacted: its offsets have gaps where events were removed, and a copy has none",
             "a pipe that copies it into a compacted stream on the other broker",
             status=2,
         )
