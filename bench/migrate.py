@@ -108,7 +108,7 @@ async def measure(events: int, rate: int, bootstrap: str | None) -> None:
                     homes = other.brokers.places
                     assert isinstance(homes, Homes)
                     began = time.monotonic()
-                    result = await Migration(other, homes, pipes, "s", "bench").run("b")
+                    result = await Migration(other, homes, lambda _to: pipes, "s", "bench").run("b")
                     seconds = time.monotonic() - began
                 await asyncio.sleep(1)
                 load.is_over = True

@@ -5,10 +5,12 @@ answers 300 bytes. CPU is that of the server's process, read from outside, becau
 """
 
 import asyncio
+import os
 import random
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -17,6 +19,8 @@ from bench.figures import Figure
 from bench.setup import Setup, tell
 from bench.table import FLOOR
 from tests.faults.registry_child import make_schema, open_registrar
+from tests.faults.registry_storm import s3_environ
+from tests.support.object_store import BUCKET, ObjectStoreServer
 from tests.support.ports import free_port
 
 CONNECTIONS, SECONDS = 16, 5.0
@@ -101,22 +105,50 @@ async def start(command: list[str], port: int, path: bytes) -> tuple[asyncio.sub
     return server, took, sum(psutil.Process(server.pid).cpu_times()[:2])
 
 
-async def _run(folder: Path, rounds: int) -> list[Figure]:
-    paths = await fill(f"file://{folder}/store", SCHEMAS)
-    port, floor_port = free_port(), free_port()
-    options = {"pipes": f"{folder}/pipes.yaml", "store": f"file://{folder}/store", "listen": f"127.0.0.1:{port}"}
+async def start_often(
+    folder: Path, store: str, path: bytes
+) -> tuple[asyncio.subprocess.Process, int, list[float], list[float]]:
+    """Of STARTS starts, the last process, its port, the seconds until it was ready, and the CPU seconds."""
+    port = free_port()
+    options = {"pipes": f"{folder}/pipes.yaml", "store": store, "listen": f"127.0.0.1:{port}"}
     command = ["-m", "services.registry", "--log-level", "warning"]
     for name, value in options.items():
         command += [f"--{name}", value]
     walls, cpus = [], []
-    for number in range(STARTS):
-        server, wall, cpu = await start(command, port, paths[-1])
+    while True:
+        server, wall, cpu = await start(command, port, path)
         tell(f"ready with {SCHEMAS:,} schemas after {wall:.2f} s, {cpu:.2f} CPU-s with Python's own start")
         walls.append(wall)
         cpus.append(cpu)
-        if number < STARTS - 1:
-            server.terminate()
-            await server.wait()
+        if len(walls) == STARTS:
+            return server, port, walls, cpus
+        server.terminate()
+        await server.wait()
+
+
+async def _start_on_s3(folder: Path, objects: Path, path: bytes) -> list[float]:
+    """The seconds until a registry is ready whose store is a bucket of moto, on this machine, with the objects of this folder."""
+    with ObjectStoreServer(folder) as moto:
+        os.environ.update(s3_environ(moto))
+        client = moto.client()
+
+        def put(file: Path) -> None:
+            client.put_object(Bucket=BUCKET, Key=f"store/{file.relative_to(objects)}", Body=file.read_bytes())
+
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            await asyncio.to_thread(lambda: list(pool.map(put, filter(Path.is_file, objects.rglob("*")))))
+        server, _, walls, _ = await start_often(folder, f"s3://{BUCKET}/store", path)
+        server.terminate()
+        await server.wait()
+        return walls
+
+
+async def _run(folder: Path, rounds: int) -> list[Figure]:
+    store = f"file://{folder}/store"
+    paths = await fill(store, SCHEMAS)
+    on_s3 = await _start_on_s3(folder, folder / "store", paths[-1])
+    floor_port = free_port()
+    server, port, walls, cpus = await start_often(folder, store, paths[-1])
     floor = await asyncio.create_subprocess_exec(sys.executable, "-c", FLOOR, str(floor_port))
     ours, bare = [], []
     try:
@@ -132,5 +164,6 @@ async def _run(folder: Path, rounds: int) -> list[Figure]:
     return [
         Figure("registry: a read by fingerprint", statistics.median(ours), "us of CPU", READ_GOAL_US),
         Figure(f"registry: ready with {SCHEMAS:,} schemas", statistics.median(walls), "s", START_GOAL_S),
+        Figure("the same with its store in S3 (moto)", statistics.median(on_s3), "s", START_GOAL_S),
         Figure("its CPU, with Python's own start", statistics.median(cpus), "CPU-s", START_GOAL_S),
     ]

@@ -78,6 +78,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_FailuresAtOnce(config))
 
 
+_LAST_CHARACTERS = 4000
+"""Of each captured output of a failed test."""
+
+
 class _FailuresAtOnce:
     """Prints each failed test of a run with workers at once, and each failed first try. The summary prints failures again."""
 
@@ -90,6 +94,9 @@ class _FailuresAtOnce:
             reporter.write_line("")
             reporter.section(f"{report.outcome} in {report.when}: {report.nodeid}", "_", red=report.failed)
             reporter.write_line(report.longreprtext)
+            for name, text in report.sections:
+                reporter.section(name, "-")
+                reporter.write_line(text[-_LAST_CHARACTERS:])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

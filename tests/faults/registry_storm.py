@@ -7,8 +7,6 @@ import asyncio
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,65 +14,92 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.faults.registry_child import open_registrar
+from aiohttp import ClientError, ClientSession
+
+from tests.faults.registry_child import make_schema, open_registrar
 from tests.support.object_store import BUCKET, ObjectStoreServer
+from tests.support.ports import free_port
 
 REGISTRIES = 4
 SUBJECTS = 7
 _DEADLINE_S = 3600.0
+_REPEATS = 0.2
+"""The part of the requests that register again what the same client has registered before."""
 
 
 class Storm:
-    """What four registries were told. acked: every answered registration. kills: processes that were killed at work."""
+    """What four registries answered. Each is a process of its own with a client of its own, who repeats a request until it is
+    answered, as producers do. acked: every answered registration. kills: processes that were killed at work."""
 
-    def __init__(self, url: str, seed: int) -> None:
+    def __init__(self, url: str, seed: int, folder: Path) -> None:
         self._url, self._chance = url, random.Random(seed)
+        self._pipes = folder / "storm.yaml"
+        self._pipes.write_text("version: 1\nstreams: {a: {}}\n")
         self.acked: list[dict[str, Any]] = []
         self.kills = 0
 
-    def run(self, registrations: int, kill_after: int) -> None:
+    async def run(self, registrations: int, kill_after: int) -> None:
         """Until so many were answered. A process is killed after up to twice `kill_after` answers, and another one begins."""
-        running = [self._start(index) for index in range(REGISTRIES)]
-        left = [self._life(kill_after) for _ in running]
-        end = time.monotonic() + _DEADLINE_S
+        async with asyncio.timeout(_DEADLINE_S), ClientSession() as session, asyncio.TaskGroup() as group:
+            for index in range(REGISTRIES):
+                group.create_task(self._keep_killing(index, session, registrations, kill_after))
+
+    async def _keep_killing(self, index: int, session: ClientSession, registrations: int, kill_after: int) -> None:
+        port = free_port()
+        answers: asyncio.Queue[None] = asyncio.Queue()
+        client = asyncio.create_task(self._register(f"p{index}", port, session, answers))
         try:
             while len(self.acked) < registrations:
-                assert time.monotonic() < end, "the storm does not end"
-                for index, child in enumerate(running):
-                    assert child.stdout is not None
-                    line = child.stdout.readline()
-                    assert line, "a registry ended by itself"
-                    self._note(line)
-                    left[index] -= 1
-                    if left[index] <= 0:
-                        self._kill(child)
-                        running[index], left[index] = (
-                            self._start(index + REGISTRIES * self.kills),
-                            self._life(kill_after),
-                        )
+                process = await self._start(port)
+                try:
+                    for _ in range(self._chance.randint(1, 2 * kill_after)):
+                        await answers.get()
+                        if len(self.acked) >= registrations:
+                            return
+                    await asyncio.sleep(self._chance.random() * 0.01)
+                    assert process.returncode is None, "a registry ended by itself"
+                    self.kills += 1
+                finally:
+                    process.kill()
+                    await process.wait()
         finally:
-            for child in running:
-                self._kill(child)
+            client.cancel()
 
-    def _life(self, kill_after: int) -> int:
-        return self._chance.randint(1, 2 * kill_after)
+    async def _start(self, port: int) -> asyncio.subprocess.Process:
+        where = (
+            "--pipes",
+            str(self._pipes),
+            "--store",
+            self._url,
+            "--listen",
+            f"127.0.0.1:{port}",
+            "--log-level",
+            "error",
+        )
+        return await asyncio.create_subprocess_exec(sys.executable, "-m", "services.registry", *where)
 
-    def _start(self, name: int) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "tests.faults.registry_child", self._url, f"p{name}", "0", str(SUBJECTS)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE)
+    async def _register(self, name: str, port: int, session: ClientSession, answers: "asyncio.Queue[None]") -> None:
+        number = 0
+        while True:
+            is_repeat = number > 0 and self._chance.random() < _REPEATS
+            this = self._chance.randrange(number) if is_repeat else number
+            body = {"subject": f"s{this % SUBJECTS}", "schema": make_schema(name, this)}
+            self.acked.append(await self._ask(f"http://127.0.0.1:{port}/v1/schemas", session, body))
+            answers.put_nowait(None)
+            number += not is_repeat
 
-    def _kill(self, child: "subprocess.Popen[bytes]") -> None:
-        time.sleep(self._chance.random() * 0.01)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        self.kills += 1
-        assert child.stdout is not None
-        with child.stdout as rest:
-            for line in rest.read().splitlines():
-                self._note(line)
-
-    def _note(self, line: bytes) -> None:
-        self.acked.append(json.loads(line))
+    async def _ask(self, url: str, session: ClientSession, body: dict[str, str]) -> dict[str, Any]:
+        """The answer. A registry that is not there, ends meanwhile or has no store is asked again."""
+        while True:
+            try:
+                async with session.post(url, json=body) as response:
+                    answer: dict[str, Any] = json.loads(await response.read())
+                    assert response.status in (200, 201, 503), answer
+                    if response.status != 503:
+                        return answer
+            except (ClientError, ConnectionError):
+                pass
+            await asyncio.sleep(0.02)
 
 
 async def check(url: str, storm: Storm) -> dict[str, object]:
@@ -114,17 +139,17 @@ def run(registrations: int, store: str, seed: int) -> int:
         if store == "s3":
             os.environ.update(s3_environ(stack.enter_context(ObjectStoreServer(Path(folder)))))
             url = f"s3://{BUCKET}/store"
-        run_storm(url, seed, registrations, 200)
+        asyncio.run(run_storm(url, seed, Path(folder), registrations, 200))
     return 0
 
 
-def run_storm(url: str, seed: int, registrations: int, kill_after: int) -> Storm:
-    """A storm, checked. Prints its figures."""
-    storm = Storm(url, seed)
+async def run_storm(url: str, seed: int, folder: Path, registrations: int, kill_after: int) -> Storm:
+    """A storm, checked. Prints its figures. folder: for its pipe file."""
+    storm = Storm(url, seed, folder)
     began = time.monotonic()
-    storm.run(registrations, kill_after)
+    await storm.run(registrations, kill_after)
     took = time.monotonic() - began
-    print(asyncio.run(check(url, storm)), f"{len(storm.acked) / took:.0f} registrations/s")
+    print(await check(url, storm), f"{len(storm.acked) / took:.0f} registrations/s")
     return storm
 
 

@@ -40,11 +40,11 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"s3://{BUCKET}/{tmp_path.name}-{random.randrange(1 << 30)}"
 
 
-def test_killed_registries_leave_no_duplicate_no_gap_and_no_loss(url: str) -> None:
+async def test_killed_registries_leave_no_duplicate_no_gap_and_no_loss(url: str, tmp_path: Path) -> None:
     """If it fails, two schemas share an id, or a client's version is gone. tests/faults/registry_storm.py is the long form."""
     seed = random.randrange(1 << 30)
     print("seed", seed)
-    storm = run_storm(url, seed, registrations=80, kill_after=8)
+    storm = await run_storm(url, seed, tmp_path, registrations=80, kill_after=8)
     assert storm.kills >= 5, "the fault never bit"
 
 

@@ -4,6 +4,9 @@ import asyncio
 import json
 import os
 import shutil
+import socket
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from confluent_kafka.schema_registry import (
 from confluent_kafka.schema_registry.avro import AvroDeserializer, AvroSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 
+from tests.support.ports import free_port
 from tests.support.schema_clients import FOLDER, install
 from tests.unit.registry.service import running_registry
 
@@ -87,6 +91,46 @@ async def test_confluent_kafka() -> None:
     """Broken: a Python producer or consumer must be changed to use this registry."""
     async with running_registry() as client:
         await asyncio.to_thread(use_confluent_kafka, client.base)
+
+
+async def test_a_client_with_a_key_and_a_registry_in_a_folder(tmp_path: Path) -> None:
+    """Broken: a client that knows only user and password cannot use a registry with keys; or a killed registry forgets."""
+    await asyncio.to_thread((tmp_path / "pipes.yaml").write_text, "version: 1\nstreams: {clicks: {}, again: {}}\n")
+    keys = ("--keys", str(tmp_path / "keys.yaml"))
+    make = ("-m", "services.fleet", "keys", "create", "--name", "ann", "--stream", "*", "--manage", *keys)
+    made = await asyncio.create_subprocess_exec(sys.executable, *make, stdout=asyncio.subprocess.PIPE)
+    key = (await made.communicate())[0].decode().strip()
+    port = free_port()
+    where = ("--pipes", str(tmp_path / "pipes.yaml"), "--store", f"file://{tmp_path}/store", *keys)
+    command = ("-m", "services.registry", "--listen", f"127.0.0.1:{port}", *where)
+    url = f"http://127.0.0.1:{port}"
+
+    def use(password: str, act: Callable[[SchemaRegistryClient], None]) -> None:
+        with SchemaRegistryClient({"url": url, "basic.auth.user.info": f"ann:{password}"}) as client:
+            act(client)
+
+    for act in (register, lookup):
+        server = await asyncio.create_subprocess_exec(sys.executable, *command)
+        try:
+            async with asyncio.timeout(DEADLINE):
+                while not await asyncio.to_thread(is_open, port):
+                    await asyncio.sleep(0.05)
+            await asyncio.to_thread(use, key, act)
+            with pytest.raises(SchemaRegistryError, match="401"):
+                await asyncio.to_thread(use, key[:-1] + "!", act)
+        finally:
+            server.kill()
+            await server.wait()
+
+
+def lookup(client: SchemaRegistryClient) -> None:
+    assert client.get_subjects() == ["again-value", "clicks-value"]
+    assert client.get_latest_version("clicks-value").version == 2
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
 
 
 async def test_the_clients_of_npm() -> None:

@@ -44,7 +44,7 @@ async def test_a_group_whose_position_kafka_has_dropped_is_no_new_group(
     async with world.process() as (broker, places):
         await broker.admin.set_committed(GROUP, STREAM, {0: -1, 1: -1})
         await delete_group(kafka_cluster.bootstrap, f"{prefix}.{GROUP}")
-        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        migration = Migration(broker, places, world.load, STREAM, "test")
         with pytest.raises(CommandFailed, match=f"no longer has the position of group {GROUP}"):
             await migration.run("second")
         assert places.home(STREAM).state == "copying"

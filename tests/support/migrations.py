@@ -22,6 +22,7 @@ from services.core.homes import Homes
 from services.core.pipes import PipeFile
 from services.core.provision import ensure_topics
 from services.fleet.migrate import steps
+from services.fleet.migrate.movable import check_movable
 from services.fleet.migrate.steps import Migration, Result
 from tests.support.pacing import Pace
 
@@ -36,6 +37,7 @@ def shorten_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(homes, "_APPEND_S", 600.0)
     monkeypatch.setattr(steps, "_MARGIN_S", 0.1)
     monkeypatch.setattr(steps, "MOST_S", 0.6)
+    monkeypatch.setattr(steps, "FILE_S", 0.3)
 
 
 class Killed(Exception):
@@ -64,6 +66,11 @@ class World:
         self.received: dict[str, list[int]] = defaultdict(list)
         self.stopping = asyncio.Event()
         self._next = Counter[str]()
+
+    def load(self, to: str | None) -> PipeFile:
+        """The pipe file as it is now, as a command loads it."""
+        check_movable(self.pipes, STREAM, to, self.url)
+        return self.pipes
 
     @asynccontextmanager
     async def process(self) -> AsyncIterator[tuple[SeveralBrokers, Homes]]:
@@ -136,7 +143,7 @@ class World:
         while True:
             async with self.process() as (broker, places):
                 running = asyncio.create_task(
-                    Migration(broker, places, self.pipes, STREAM, "test", before=maybe_die).run(to)
+                    Migration(broker, places, self.load, STREAM, "test", before=maybe_die).run(to)
                 )
                 limit = chance.uniform(0, 1.5) if left and chance.random() < 0.5 else None
                 done, _ = await asyncio.wait([running], timeout=limit)
@@ -190,7 +197,7 @@ async def run_history(world: World, seed: int, kills: int) -> int:
         task.cancel()
     await asyncio.wait(reading)
     async with world.process() as (broker, places):
-        finished = await Migration(broker, places, world.pipes, STREAM, "test").finish()
+        finished = await Migration(broker, places, world.load, STREAM, "test").finish()
         assert finished.home.former == ""
         stored = await broker.reader.describe(STREAM)
         assert sum(held.end for held in stored.values()) >= sum(map(len, world.acknowledged.values()))

@@ -56,7 +56,11 @@ class ObjectStoreServer:
         while not self._answers():
             assert time.monotonic() < end, self._log.read_text()[-2000:]
             time.sleep(0.1)
-        self.client().create_bucket(Bucket=BUCKET)
+        client = self.client()
+        client.create_bucket(Bucket=BUCKET)
+        client.put_bucket_versioning(
+            Bucket=BUCKET, VersioningConfiguration={"Status": "Enabled"}
+        )  # as the documents advise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,6 +91,7 @@ class ObjectStoreServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # an answer is two writes; the second one would wait 40 ms for the client
 
             def forward(self) -> None:
                 server.requests[self.command] += 1

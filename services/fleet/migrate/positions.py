@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 from services.core.broker.contract import Broker
+from services.core.broker.errors import Unavailable
 from services.core.homes import Home
 from services.core.pipes import PipeFile
 from services.core.topic_names import delivery_group, lanes_of, removed_lanes
@@ -17,17 +18,27 @@ _HOW = "as in 'When a partition stops' in docs/operating.md, then the same comma
 
 
 class GroupPositions:
-    """named: opens a broker of the fleet. All methods raise BrokerError kinds, and may be repeated."""
+    """newest: gives the pipe file as it is now, or raises CommandFailed. named: opens a broker of the fleet. All methods use the
+    newest file, raise BrokerError kinds, and may be repeated."""
 
-    def __init__(self, stream: str, pipes: PipeFile, named: Callable[[str], Awaitable[Broker]]) -> None:
-        self._stream, self._named = stream, named
-        known, former = lanes_of(pipes), removed_lanes(pipes).keys()
-        self._groups = {delivery_group(*lane.split("/", 1)): lane in known for lane in sorted(known | former)}
+    def __init__(
+        self, stream: str, newest: Callable[[], Awaitable[PipeFile]], named: Callable[[str], Awaitable[Broker]]
+    ) -> None:
+        self._stream, self._newest, self._named = stream, newest, named
+        self._groups: dict[str, bool] = {}
         """All that may have a position in the stream, and whether the pipe file has its destination. About a gap of a former name
         no operator can decide any more."""
 
+    async def _load_groups(self) -> None:
+        """A destination that the file has lost since the last call counts as a former name, whatever the file says about its
+        events: its lane runs until the next start of the fleet."""
+        pipes = await self._newest()
+        known, former = _groups_of(lanes_of(pipes)), _groups_of(removed_lanes(pipes).keys())
+        self._groups = {group: group in known for group in sorted(known | former | self._groups.keys())}
+
     async def check(self, home: Home) -> None:
         """Raises CommandFailed for a group whose next events are gone already: at its new place nobody would notice."""
+        await self._load_groups()
         for group, positions in (await self._find(home)).items():
             gone = [partition for partition, at in positions.items() if at < 0]
             if gone and self._groups[group]:
@@ -38,6 +49,7 @@ class GroupPositions:
 
     async def wait_until_left(self, home: Home) -> None:
         """Until no member of a group reads at the former home. Raises CommandFailed after LEAVE_S."""
+        await self._load_groups()
         source = await self._named(home.readers)
         deadline = time.monotonic() + LEAVE_S
         while still := await self._with_members(source):
@@ -52,8 +64,11 @@ class GroupPositions:
 
     async def move(self, home: Home) -> int:
         """Set each group to its position in the copy. Gives the number of groups. Raises Unavailable while a group has members
-        that read other streams there."""
-        target = await self._named(home.to)
+        that read other streams there, and when members of a destination that the file has since `wait_until_left` read here."""
+        await self._load_groups()
+        source, target = await self._named(home.readers), await self._named(home.to)
+        if still := await self._with_members(source):
+            raise Unavailable(f"members of {', '.join(still)} still read {self._stream} on {home.readers}")
         moved = await self._find(home)
         for group, positions in moved.items():
             processed = {one: max(at, 0) - 1 for one, at in positions.items()}
@@ -88,3 +103,7 @@ class GroupPositions:
         """The groups that have a position in the stream, and living members on this broker."""
         admin = broker.admin
         return [one for one in self._groups if await admin.has_begun(one, self._stream) and await admin.members(one)]
+
+
+def _groups_of(lanes: Iterable[str]) -> set[str]:
+    return {delivery_group(*lane.split("/", 1)) for lane in lanes}

@@ -12,12 +12,13 @@ from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.errors import BrokerError, NotAllowed, TopicExists, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.several.broker import SeveralBrokers
-from services.core.broker.several.brokers import DEFAULT
 from services.core.homes import Home, Homes, State
 from services.core.pipes import PipeFile
+from services.core.yaml_source import BadConfiguration
 from services.fleet.migrate.copying import GIVE_UP, CopyDiffers, StreamCopy
+from services.fleet.migrate.movable import LoadPipes
 from services.fleet.migrate.positions import GroupPositions
-from services.fleet.problem import CommandFailed, unknown_name
+from services.fleet.problem import CommandFailed
 
 _MARGIN_S = 0.2
 """Beside the lease: clocks of two processes run a little differently."""
@@ -29,6 +30,8 @@ _AGAIN_S = 0.2
 _PATIENCE_S = 60.0
 _MOST_TURNS = 20
 """At the hand-over, each of a second or more."""
+FILE_S = 3.0
+"""How long a pipe file may be unusable in the middle of a move: somebody is saving it."""
 
 Show = Callable[[str, int, int], None]
 """Called with the step, and the number of events that are done, of how many."""
@@ -63,63 +66,23 @@ class Result(NamedTuple):
         }
 
 
-def check_movable(pipes: PipeFile, stream: str, to: str | None, url: str) -> None:
-    """Raises CommandFailed when this stream, or a stream to that broker, is never moved. url: of the fleet's own broker. to: None
-    for a stream that has begun to move: whoever wants to see or end that may."""
-    if stream not in pipes.streams:
-        raise unknown_name(f"the pipe file has no stream {stream}", stream, pipes.streams)
-    if not pipes.brokers:
-        raise CommandFailed(
-            "the pipe file names no other broker", "brokers: {NAME: URL} in it, and penstock up", status=2
-        )
-    if to is None:
-        return
-    names = [DEFAULT, *pipes.brokers]
-    if to not in names:
-        raise unknown_name(f"the pipe file has no broker {to}", to, names)
-    urls = {DEFAULT: url, **pipes.brokers}
-    for name in (pipes.streams[stream].home, to):
-        if urls[name].startswith("kinesis:"):
-            raise CommandFailed(
-                f"broker {name} is Kinesis: its offsets do not count records, so a copy cannot have the same",
-                "a pipe that copies the stream into one on the other broker",
-                status=2,
-            )
-    if pipes.streams[stream].topic is not None:
-        raise CommandFailed(
-            f"{stream} is a topic of others, and only their owner can move it", "asking the owner", status=2
-        )
-    if pipes.streams[stream].compact:
-        raise CommandFailed(
-            f"{stream} is compacted: its offsets have gaps where events were removed, and a copy has none",
-            "a pipe that copies it into a compacted stream on the other broker",
-            status=2,
-        )
-    readers = [name for name, pipe in pipes.pipes.items() if pipe.transform is not None and stream in pipe.sources]
-    if readers:
-        raise CommandFailed(
-            f"the transform of {readers[0]} reads {stream}, and its position is in its checkpoint, which knows one broker",
-            "a pipe without a transform that copies it into a stream on the other broker",
-            status=2,
-        )
-
-
 class Migration:
-    """Of one stream. by: who does it. show: the progress. before: called before each step and behind each record, for tests."""
+    """Of one stream. load: as `LoadPipes`; a copy takes hours, and the pipe file changes meanwhile. by: who does it. show: the
+    progress. before: called before each step and behind each record, for tests."""
 
     def __init__(
         self,
         fleet: SeveralBrokers,
         homes: Homes,
-        pipes: PipeFile,
+        load: LoadPipes,
         stream: str,
         by: str,
         show: Show = lambda _step, _done, _of: None,
         before: Callable[[str], None] = lambda _step: None,
     ) -> None:
-        self._fleet, self._homes, self._pipes = fleet, homes, pipes
+        self._fleet, self._homes, self._load = fleet, homes, load
         self._stream, self._by, self._show, self._before = stream, by, show, before
-        self._positions = GroupPositions(stream, pipes, self._named)
+        self._positions = GroupPositions(stream, self._newest_pipes, self._named)
         self._copy: StreamCopy | None = None
         self._copy_of = ""
         self._held_s = 0.0
@@ -134,7 +97,7 @@ class Migration:
 
     def result(self) -> Result:
         if self._copy is None:
-            return Result(self.home, late=self._late)
+            return Result(self.home, groups=self._groups, late=self._late)
         counts = self._copy.origins.counts()
         return Result(self.home, self._copy.events, *counts, self._held_s, self._groups, self._late)
 
@@ -221,7 +184,8 @@ class Migration:
             await self._delete_topic(home, target, there)
         elif home.undone == to:
             await self._delete_topic(home, target, home.copy)
-        spec = TopicSpec(self._stream, partitions, retention_ms=int(self._pipes.streams[self._stream].retention * 1000))
+        retention = (await self._load_pipes(to)).streams[self._stream].retention
+        spec = TopicSpec(self._stream, partitions, retention_ms=int(retention * 1000))
         try:
             await target.admin.create_topic(spec)
         except TopicExists:
@@ -255,6 +219,26 @@ class Migration:
 
     async def _named(self, name: str) -> Broker:
         return await self._fleet.brokers.named(name)
+
+    async def _newest_pipes(self) -> PipeFile:
+        """As `_load_pipes`, for the migration that is under way. A stream that is handed over cannot stay any more."""
+        return await self._load_pipes(self.home.to if self.home.state == "copying" else None)
+
+    async def _load_pipes(self, to: str | None) -> PipeFile:
+        """The pipe file as it is now. Raises CommandFailed when it is invalid, or says that the stream is not moved to `to`, for
+        longer than FILE_S. Nothing was done then, and the same command goes on."""
+        deadline = time.monotonic() + FILE_S
+        while True:
+            try:
+                return await asyncio.to_thread(self._load, to)
+            except (BadConfiguration, CommandFailed) as error:
+                if time.monotonic() > deadline:
+                    text = f"the pipe file has changed, and {self._stream} cannot be moved with it now: {error}"
+                    if self.home.state == "written":
+                        text += f". Until it can, nothing of {self._stream} is delivered"
+                    remedy = error.remedy if isinstance(error, CommandFailed) else "penstock check"
+                    raise CommandFailed(text, f"{remedy}; then the same command, which goes on", status=2) from error
+            await asyncio.sleep(_AGAIN_S)
 
     async def _stream_copy(self) -> StreamCopy:
         """That of the migration which is under way: somebody else may have given one up and begun the next."""

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,12 +16,13 @@ from services.core.broker.errors import BrokerError
 from services.core.broker.several.broker import SeveralBrokers
 from services.core.fleet_broker import open_with_homes
 from services.core.homes import Homes
-from services.core.pipes import PipeFile, load_pipes
+from services.core.pipes import PipeFile
 from services.core.units import format_count
 from services.fleet.access import find_broker, find_pipes
 from services.fleet.console import ERR, print_note
 from services.fleet.dead.audit import whoami
-from services.fleet.migrate.steps import Migration, Result, Show, check_movable
+from services.fleet.migrate.movable import LoadPipes, load_movable
+from services.fleet.migrate.steps import Migration, Result, Show
 from services.fleet.problem import CommandFailed
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
 
@@ -61,9 +63,9 @@ def migrate(
             f"penstock migrate {stream} --status",
             status=2,
         )
-    file = load_pipes(find_pipes(pipes, data))
     url = find_broker(broker, data)
-    check_movable(file, stream, to, url)
+    load = partial(load_movable, find_pipes(pipes, data), stream, url)
+    file = load(to)
     with _progress() as show:
 
         async def act(migration: Migration) -> Result:
@@ -73,7 +75,7 @@ def migrate(
                 return await migration.undo()
             return await migration.finish() if finish else migration.result()
 
-        result = uvloop.run(_with_migration(url, file, stream, show, act))
+        result = uvloop.run(_with_migration(url, file, load, stream, show, act))
     if as_json:
         typer.echo(json.dumps(result.as_json(stream)))
         return
@@ -82,14 +84,19 @@ def migrate(
 
 
 async def _with_migration(
-    url: str, pipes: PipeFile, stream: str, show: Show, act: Callable[[Migration], Awaitable[Result]]
+    url: str,
+    pipes: PipeFile,
+    load: LoadPipes,
+    stream: str,
+    show: Show,
+    act: Callable[[Migration], Awaitable[Result]],
 ) -> Result:
     try:
         async with open_with_homes(url, pipes) as fleet:
             assert isinstance(fleet, SeveralBrokers)
             homes = fleet.brokers.places
             assert isinstance(homes, Homes)
-            return await act(Migration(fleet, homes, pipes, stream, whoami(), show))
+            return await act(Migration(fleet, homes, load, stream, whoami(), show))
     except BadBrokerUrl as error:
         raise CommandFailed(str(error), status=2) from error
     except BrokerError as error:

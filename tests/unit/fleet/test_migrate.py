@@ -1,6 +1,7 @@
 """Migrations of a live stream from log to log: writers and a group go on, and the migration is killed at any step and goes on."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.pipes import PipeFile
 from services.fleet.migrate import copying, positions
-from services.fleet.migrate.steps import Migration, check_movable
+from services.fleet.migrate.movable import check_movable, load_movable
+from services.fleet.migrate.steps import Migration
 from services.fleet.problem import CommandFailed
 from tests.support.migrations import GROUP, KEYS, STREAM, Killed, World, run_history, shorten_times
 
@@ -82,7 +84,7 @@ async def test_a_group_continues_at_its_event_and_offsets_stay(world: World, tmp
     async with world.process() as (broker, places):
         await broker.admin.set_committed(GROUP, STREAM, {0: 6, 1: -1})
         await expire(tmp_path / "own", 4)
-        result = await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+        result = await Migration(broker, places, world.load, STREAM, "test").run("second")
         assert (result.events, result.groups) == (6, 1)
         assert (await broker.reader.describe(STREAM))[0] == PartitionRange(4, 10)
         assert await broker.admin.positions(GROUP, STREAM) == {0: 7, 1: 0}
@@ -101,9 +103,9 @@ async def test_a_group_with_a_gap_is_named_before_anything_is_held(world: World,
         await broker.admin.set_committed(GROUP, STREAM, {0: 1})
         await expire(tmp_path / "own", 4)
         with pytest.raises(CommandFailed, match=f"the group {GROUP} has not read events"):
-            await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+            await Migration(broker, places, world.load, STREAM, "test").run("second")
         assert places.home(STREAM).state == "copying"
-        assert (await Migration(broker, places, world.pipes, STREAM, "test").undo()).home.state is None
+        assert (await Migration(broker, places, world.load, STREAM, "test").undo()).home.state is None
     async with LogBroker.open(str(tmp_path / "second")) as there:
         assert STREAM not in await there.admin.topics()
 
@@ -128,11 +130,135 @@ async def test_nobody_reads_there_before_the_last_member_has_left(
                     pass
             await member.commit({batches[0].source: 1})
             with pytest.raises(CommandFailed, match=f"members of {GROUP} still read {STREAM} on default"):
-                await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+                await Migration(broker, places, world.load, STREAM, "test").run("second")
             assert places.home(STREAM).state == "written"
-        result = await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+        result = await Migration(broker, places, world.load, STREAM, "test").run("second")
         assert result.home.readers == "second"
         assert (await broker.admin.positions(GROUP, STREAM))[0] == 2
+
+
+def _with_destination(world: World, name: str, *, instead: bool = False) -> PipeFile:
+    """The pipe file with one more destination that begins at the latest event. instead: of the one that is there."""
+    data = world.pipes.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    more = {"name": name, "start": "latest", "webhook": {"url": "https://x.example/"}}
+    found = data["pipes"]["shop"]["destinations"]
+    data["pipes"]["shop"]["destinations"] = [more] if instead else [*found, more]
+    return PipeFile.model_validate(data)
+
+
+@pytest.mark.parametrize("step", ["copy", "after held", "after written", "groups"])
+async def test_a_destination_that_is_added_while_the_stream_is_copied_skips_nothing(world: World, step: str) -> None:
+    """Its lane has begun at the latest event, and got some. Without a position in the copy it would begin at the latest again."""
+    await _fill(world, 10)
+    async with world.process() as (broker, places):
+        await broker.admin.set_committed(GROUP, STREAM, {0: 3})
+        await broker.admin.set_committed("shop.new", STREAM, {0: 6, 1: -1})
+        added = _with_destination(world, "new")
+
+        def edit(now: str) -> None:
+            if now == step:
+                world.pipes = added
+
+        result = await Migration(broker, places, world.load, STREAM, "test", before=edit).run("second")
+        assert result.groups == 2
+        assert await broker.admin.positions("shop.new", STREAM) == {0: 7, 1: 0}
+        assert (await broker.admin.positions(GROUP, STREAM))[0] == 4
+
+
+async def test_members_of_a_destination_that_was_added_are_waited_for(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they commit at the former home after their position was copied is delivered again."""
+    monkeypatch.setattr(positions, "LEAVE_S", 0.5)
+    await _fill(world, 10)
+
+    async def revoke(_partitions: frozenset[TopicPartition]) -> None:
+        """Nothing is under way."""
+
+    added = _with_destination(world, "new")
+
+    def edit(step: str) -> None:
+        if step == "copy":
+            world.pipes = added
+
+    async with world.process() as (broker, places):
+        async with (
+            LogBroker.open(str(tmp_path / "own")) as old,
+            old.consumer("shop.new", [STREAM], start="earliest", on_revoke=revoke) as member,
+        ):
+            async with asyncio.timeout(600):
+                while not await member.poll(max_records=4, max_wait=0.1):
+                    pass
+            with pytest.raises(CommandFailed, match=r"members of shop\.new still read orders on default"):
+                await Migration(broker, places, world.load, STREAM, "test", before=edit).run("second")
+        assert places.home(STREAM).state == "written"
+
+
+async def test_a_destination_that_was_removed_meanwhile_keeps_its_position(world: World) -> None:
+    """Its lane runs until the fleet starts again, and the edit may be taken back."""
+    await _fill(world, 10)
+
+    def edit(step: str) -> None:
+        if step == "after held":
+            world.pipes = _with_destination(world, "other", instead=True)
+
+    async with world.process() as (broker, places):
+        await broker.admin.set_committed(GROUP, STREAM, {0: 6, 1: -1})
+        await Migration(broker, places, world.load, STREAM, "test", before=edit).run("second")
+        assert await broker.admin.positions(GROUP, STREAM) == {0: 7, 1: 0}
+
+
+async def test_what_the_pipe_file_forbids_meanwhile_is_refused_before_anything_is_held(world: World) -> None:
+    """A transform that reads the stream would stay on the former topic, silently."""
+    await _fill(world, 3)
+
+    def edit(step: str) -> None:
+        if step == "copy":
+            data = world.pipes.model_dump(mode="json", by_alias=True, exclude_unset=True)
+            data["pipes"]["shop"]["transform"] = {"sql": "SELECT event FROM orders"}
+            world.pipes = PipeFile.model_validate(data)
+
+    async with world.process() as (broker, places):
+        with pytest.raises(CommandFailed, match="the transform of shop reads orders"):
+            await Migration(broker, places, world.load, STREAM, "test", before=edit).run("second")
+        assert places.home(STREAM).state == "copying"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("streams: [", "not valid YAML"), ("streams: {other: {}}\nbrokers: {second: 'log:///x'}", "no stream orders")],
+)
+@pytest.mark.parametrize(("step", "state"), [("copy", "copying"), ("after held", "written")])
+async def test_a_pipe_file_that_cannot_be_used_ends_the_command_without_half_a_step(
+    world: World, tmp_path: Path, text: str, message: str, step: str, state: str
+) -> None:
+    """It is mended, and the same command goes on."""
+    await _fill(world, 10)
+    path = tmp_path / "pipes.yaml"
+    stored = good = json.dumps(world.pipes.model_dump(mode="json", by_alias=True, exclude_unset=True))
+
+    def load(to: str | None) -> PipeFile:
+        path.write_text(stored)
+        return load_movable(path, STREAM, world.url, to)
+
+    def edit(now: str) -> None:
+        nonlocal stored
+        if now == step:
+            stored = text
+
+    async with world.process() as (broker, places):
+        await broker.admin.set_committed(GROUP, STREAM, {0: 6, 1: -1})
+        with pytest.raises(CommandFailed, match="the pipe file has changed") as refused:
+            await Migration(broker, places, load, STREAM, "test", before=edit).run("second")
+        assert message in refused.value.what
+        assert "the same command, which goes on" in refused.value.remedy
+        assert ("nothing of orders is delivered" in refused.value.what) == (state == "written")
+        assert places.home(STREAM).state == state
+        second = await broker.brokers.named("second")
+        assert await second.admin.positions(GROUP, STREAM) == {}
+        stored = good
+        assert (await Migration(broker, places, load, STREAM, "test").run("second")).groups == 1
+        assert await broker.admin.positions(GROUP, STREAM) == {0: 7, 1: 0}
 
 
 @pytest.mark.parametrize("end", ["finish", "back"])
@@ -140,10 +266,10 @@ async def test_what_came_late_to_the_former_topic_is_stored(world: World, tmp_pa
     """A service that was started without `brokers` has acknowledged it. Both ends delete the former topic."""
     await _fill(world, 3)
     async with world.process() as (broker, places):
-        await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+        await Migration(broker, places, world.load, STREAM, "test").run("second")
         async with LogBroker.open(str(tmp_path / "own")) as own:
             await own.appender.append(STREAM, 0, [Record(None, b"late", 0)], timeout=600)
-        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        migration = Migration(broker, places, world.load, STREAM, "test")
         assert (await (migration.finish() if end == "finish" else migration.run("default"))).late == 1
         batch = await broker.reader.read(STREAM, 0, 3, max_records=1)
         assert batch is not None
@@ -155,7 +281,7 @@ async def test_a_control_topic_that_is_away_for_a_moment_ends_no_finish(world: W
     """Kafka's coordinator is loading, so the last step is not recorded; the person sees an error after the topic is deleted."""
     await _fill(world, 3)
     async with world.process() as (broker, places):
-        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        migration = Migration(broker, places, world.load, STREAM, "test")
         await migration.run("second")
         record = places.record
 
@@ -175,7 +301,7 @@ async def test_undo_is_for_what_was_not_handed_over(world: World, monkeypatch: p
     """Whoever repeats it, because the command was killed, must not move the stream anywhere."""
     await _fill(world, 3)
     async with world.process() as (broker, places):
-        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        migration = Migration(broker, places, world.load, STREAM, "test")
         with pytest.raises(CommandFailed, match="is not being moved"):
             await migration.undo()
         with monkeypatch.context() as patch:
@@ -197,7 +323,7 @@ async def test_no_group_continues_behind_the_end_of_the_copy(world: World, tmp_p
     await _fill(world, 3)
     async with world.process() as (broker, places):
         await broker.admin.set_committed(GROUP, STREAM, {0: 2})
-        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        migration = Migration(broker, places, world.load, STREAM, "test")
         move_groups = migration._move_groups
 
         async def read_late_events() -> None:
@@ -209,20 +335,20 @@ async def test_no_group_continues_behind_the_end_of_the_copy(world: World, tmp_p
         migration._move_groups = read_late_events  # type: ignore[method-assign]
         await migration.run("second")
         assert (await broker.admin.positions(GROUP, STREAM))[0] == 3
-        assert (await Migration(broker, places, world.pipes, STREAM, "test").finish()).late == 2
+        assert (await Migration(broker, places, world.load, STREAM, "test").finish()).late == 2
 
 
 async def test_a_command_that_was_frozen_deletes_nothing(world: World) -> None:
     """Somebody else has moved the stream meanwhile, and it lives where its former topic was."""
     await _fill(world, 3)
     async with world.process() as (broker, places), world.process() as (other, others):
-        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        migration = Migration(broker, places, world.load, STREAM, "test")
         await migration.run("second")
         named = migration._named
 
         async def freeze(name: str) -> Broker:
             migration._named = named  # type: ignore[method-assign]
-            rival = Migration(other, others, world.pipes, STREAM, "rival")
+            rival = Migration(other, others, world.load, STREAM, "rival")
             await rival.finish()
             await rival.run("default")
             return await named(name)
@@ -240,7 +366,7 @@ async def test_the_same_broker_by_another_name_is_refused(tmp_path: Path) -> Non
     await world.set_up()
     async with world.process() as (broker, places):
         with pytest.raises(CommandFailed, match="second and default are the same broker"):
-            await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+            await Migration(broker, places, world.load, STREAM, "test").run("second")
 
 
 async def test_an_undo_that_was_killed_is_completed(world: World, tmp_path: Path) -> None:
@@ -253,7 +379,7 @@ async def test_an_undo_that_was_killed_is_completed(world: World, tmp_path: Path
                 raise Killed
 
         for attempt in range(2):
-            migration = Migration(broker, places, world.pipes, STREAM, "test", before=die)
+            migration = Migration(broker, places, world.load, STREAM, "test", before=die)
             with pytest.raises(Killed):
                 await migration.run("second")
             migration._delete_topic = AsyncMock(side_effect=Killed)  # type: ignore[method-assign]
@@ -262,9 +388,9 @@ async def test_an_undo_that_was_killed_is_completed(world: World, tmp_path: Path
             async with LogBroker.open(str(tmp_path / "second")) as there:
                 assert STREAM in await there.admin.topics()
                 if attempt == 0:
-                    await Migration(broker, places, world.pipes, STREAM, "test").undo()
+                    await Migration(broker, places, world.load, STREAM, "test").undo()
                     assert STREAM not in await there.admin.topics()
-        result = await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+        result = await Migration(broker, places, world.load, STREAM, "test").run("second")
         assert (result.home.readers, result.events) == ("second", 3)
 
 
@@ -272,20 +398,20 @@ async def test_a_move_back_that_was_given_up_leaves_no_former_topic(world: World
     """Its copy would be taken for late events of the stream, and sent again."""
     await _fill(world, 2)
     async with world.process() as (broker, places):
-        await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+        await Migration(broker, places, world.load, STREAM, "test").run("second")
         await _fill(world, 5)
 
         def die(step: str) -> None:
             if step == "held":
                 raise Killed
 
-        back = Migration(broker, places, world.pipes, STREAM, "test", before=die)
+        back = Migration(broker, places, world.load, STREAM, "test", before=die)
         with pytest.raises(Killed):
             await back.run("default")
         back._delete_topic = AsyncMock(side_effect=Killed)  # type: ignore[method-assign]
         with pytest.raises(Killed):
             await back.undo()
-        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        migration = Migration(broker, places, world.load, STREAM, "test")
         with pytest.raises(CommandFailed, match="there is nothing to finish"):
             await migration.finish()
         result = await migration.run("default")
@@ -296,10 +422,10 @@ async def test_a_missing_right_ends_the_command_at_once_and_repeats_nothing(worl
     """Late events would be sent again with each try."""
     await _fill(world, 3)
     async with world.process() as (broker, places):
-        await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+        await Migration(broker, places, world.load, STREAM, "test").run("second")
         async with LogBroker.open(str(tmp_path / "own")) as own:
             await own.appender.append(STREAM, 0, [Record(None, b"late", 0)], timeout=600)
-        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        migration = Migration(broker, places, world.load, STREAM, "test")
         delete = migration._delete_topic
         failures = [Unavailable("away"), NotAllowed("no right")]
         migration._delete_topic = AsyncMock(side_effect=failures)  # type: ignore[method-assign]
@@ -330,7 +456,7 @@ async def test_an_append_in_doubt_is_copied_once(world: World, monkeypatch: pyte
             return found
 
         monkeypatch.setattr(appender, "append", doubt)
-        result = await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+        result = await Migration(broker, places, world.load, STREAM, "test").run("second")
         assert (result.events, len(asked)) == (3, 2 if answer == "not stored" else 1)
         assert all(one is asked[0] for one in asked)
 
@@ -344,12 +470,12 @@ async def test_a_copy_that_somebody_else_began_anew_is_compared_anew(world: Worl
             if step == "held":
                 raise Killed
 
-        slow = Migration(broker, places, world.pipes, STREAM, "slow", before=die)
+        slow = Migration(broker, places, world.load, STREAM, "slow", before=die)
         with pytest.raises(Killed):
             await slow.run("second")
-        await Migration(broker, places, world.pipes, STREAM, "rival").undo()
+        await Migration(broker, places, world.load, STREAM, "rival").undo()
         with pytest.raises(Killed):
-            await Migration(broker, places, world.pipes, STREAM, "rival", before=die).run("second")
+            await Migration(broker, places, world.load, STREAM, "rival", before=die).run("second")
         slow._before = lambda _step: None
         assert (await slow.run("second")).events == 3
 
@@ -358,7 +484,7 @@ async def test_what_retention_removes_before_it_is_copied(world: World, tmp_path
     """The copy cannot begin there: it is given up, with the way on."""
     await _fill(world, 10)
     async with world.process() as (broker, places):
-        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        migration = Migration(broker, places, world.load, STREAM, "test")
         follow = migration._follow
 
         async def lose() -> None:
@@ -380,7 +506,7 @@ async def test_another_writer_there_is_noticed(world: World, tmp_path: Path) -> 
             await there.appender.append(STREAM, 0, [Record(None, b"foreign", 0)], timeout=600)
 
     async with world.process() as (broker, places):
-        migration = Migration(broker, places, world.pipes, STREAM, "test")
+        migration = Migration(broker, places, world.load, STREAM, "test")
         await migration._begin("second")
         await disturb()
         with pytest.raises(CommandFailed, match="another event in the copy"):
@@ -395,7 +521,7 @@ async def test_a_topic_with_events_there_is_not_touched(world: World, tmp_path: 
         await there.appender.append(STREAM, 0, [Record(None, b"foreign", 0)], timeout=600)
     async with world.process() as (broker, places):
         with pytest.raises(CommandFailed, match="has a topic orders already"):
-            await Migration(broker, places, world.pipes, STREAM, "test").run("second")
+            await Migration(broker, places, world.load, STREAM, "test").run("second")
 
 
 _PIPE = {"sources": ["s"], "destinations": [{"name": "d", "webhook": {"url": "https://x.example/"}}]}

@@ -1,0 +1,60 @@
+"""Which streams may be moved, by the pipe file as it is at that moment."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from services.core.broker.several.brokers import DEFAULT
+from services.core.pipes import PipeFile, load_pipes
+from services.fleet.problem import CommandFailed, unknown_name
+
+LoadPipes = Callable[[str | None], PipeFile]
+"""Loads the pipe file as it is now, and checks it for a move to this broker (`check_movable`). Blocking. Raises BadConfiguration,
+CommandFailed."""
+
+
+def load_movable(path: Path, stream: str, url: str, to: str | None) -> PipeFile:
+    """As `LoadPipes`, of this file. The other arguments are those of `check_movable`."""
+    pipes = load_pipes(path)
+    check_movable(pipes, stream, to, url)
+    return pipes
+
+
+def check_movable(pipes: PipeFile, stream: str, to: str | None, url: str) -> None:
+    """Raises CommandFailed when this stream cannot be moved at all, or not to that broker. url: of the fleet's own broker. to: None
+    to see or end a move that has begun, which is always allowed."""
+    if stream not in pipes.streams:
+        raise unknown_name(f"the pipe file has no stream {stream}", stream, pipes.streams)
+    if not pipes.brokers:
+        raise CommandFailed(
+            "the pipe file names no other broker", "brokers: {NAME: URL} in it, and penstock up", status=2
+        )
+    if to is None:
+        return
+    names = [DEFAULT, *pipes.brokers]
+    if to not in names:
+        raise unknown_name(f"the pipe file has no broker {to}", to, names)
+    urls = {DEFAULT: url, **pipes.brokers}
+    for name in (pipes.streams[stream].home, to):
+        if urls[name].startswith("kinesis:"):
+            raise CommandFailed(
+                f"broker {name} is Kinesis: its offsets do not count records, so a copy cannot have the same",
+                "a pipe that copies the stream into one on the other broker",
+                status=2,
+            )
+    if pipes.streams[stream].topic is not None:
+        raise CommandFailed(
+            f"{stream} is a topic of others, and only its owner can move it", "asking the owner", status=2
+        )
+    if pipes.streams[stream].compact:
+        raise CommandFailed(
+            f"{stream} is compacted: its offsets have gaps where events were removed, and a copy has none",
+            "a pipe that copies it into a compacted stream on the other broker",
+            status=2,
+        )
+    readers = [name for name, pipe in pipes.pipes.items() if pipe.transform is not None and stream in pipe.sources]
+    if readers:
+        raise CommandFailed(
+            f"the transform of {readers[0]} reads {stream}, and its position is in its checkpoint, which knows one broker",
+            "a pipe without a transform that copies it into a stream on the other broker",
+            status=2,
+        )
