@@ -20,8 +20,8 @@ def load_movable(path: Path, stream: str, url: str, to: str | None) -> PipeFile:
 
 
 def check_movable(pipes: PipeFile, stream: str, to: str | None, url: str) -> None:
-    """Raises CommandFailed when this stream cannot be moved at all, or not to that broker. url: of the fleet's own broker. to: None
-    to see or end a move that has begun, which is always allowed."""
+    """Raises CommandFailed when this stream can never be moved, or not to that broker. url: of the fleet's own broker. to: None
+    when the command only shows or ends a move: then the kind of the stream does not matter."""
     if stream not in pipes.streams:
         raise unknown_name(f"the pipe file has no stream {stream}", stream, pipes.streams)
     if not pipes.brokers:
