@@ -109,7 +109,7 @@ def find_dead(facts: Facts) -> Iterator[Finding]:
 
 
 def _missing(facts: Facts) -> Iterator[Finding]:
-    """Services that the pipe file needs, and of which the list has no process."""
+    """Services that the fleet needs, and that have no process in the list."""
     pipes = facts.pipes
     if pipes is None or facts.stopped or not facts.instances or any(not one.service for one in facts.instances):
         return
