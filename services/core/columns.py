@@ -189,14 +189,14 @@ def _split(ddl: str) -> Iterator[str]:
 
 
 def _find_bracket(tokens: Sequence[str]) -> str:
-    """The bracket that is missing or too many; "" when each has its other half."""
+    """The bracket that is missing, or the one too many; "" when the brackets match."""
     opened: list[int] = []
     for at, token in enumerate(tokens):
         if token in _ENDS:
             opened.append(at)
         elif token in _ENDS.values():
             if not opened:
-                return f"a `{token}` is too many: {' '.join(tokens[max(at - 2, 0) : at])}{token}"
+                return f"one `{token}` too many: {' '.join(tokens[max(at - 2, 0) : at])}{token}"
             if _ENDS[tokens[opened[-1]]] != token:
                 break
             opened.pop()

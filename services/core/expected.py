@@ -1,7 +1,8 @@
-"""What a fleet needs to run, as a metric. Alerts compare it with the processes that answer.
+"""The services that a fleet needs, as a metric. Alerts compare them with the processes that answer.
 
-Under dynamic discovery a process that is gone has no target either, so nothing but such a list can miss it. Each service shows
-the whole list, from its own pipe file: one service that is left is enough.
+Under dynamic discovery a process that is gone has no target either, so only such a list shows that it is missing. The list
+follows from the pipe file and from the settings `ledger` and `schemas`. Each service shows the whole list: one service that is
+left is enough.
 """
 
 from services.core.metrics import FLEET_EXPECTED
@@ -9,7 +10,8 @@ from services.core.pipes import PipeFile, needs_retrier
 
 
 def show_expected(pipes: PipeFile, *, ledger: bool, registry: bool) -> None:
-    """Set the metric. ledger: whether the services report, so that an observer must read. registry: whether the fleet has one.
+    """Set the metric. ledger: whether the services report, so that an observer must read. registry: whether the fleet has a
+    registry: the setting `schemas`, and true in a registry itself.
 
     Later calls replace the list.
     """
@@ -23,7 +25,7 @@ def show_expected(pipes: PipeFile, *, ledger: bool, registry: bool) -> None:
 def list_expected(pipes: PipeFile, *, ledger: bool) -> list[tuple[str, str]]:
     """Each service, and the pipe that an expel or a transform is for, else "": they may be divided between processes.
 
-    Not the autoscaler and the registry: the pipe file does not say whether a fleet has one. Of the registry a setting says it.
+    Without the autoscaler: nothing says whether a fleet has one. Without the registry: `show_expected` adds it.
     """
     expected = [("ingest", "")]
     if pipes.removed:

@@ -132,7 +132,7 @@ def _hint(error: yaml.MarkedYAMLError, line: int, text: str) -> str:
     if "mapping values" in problem and error.problem_mark:
         before = text[: error.problem_mark.index].rpartition("\n")[2]
         if not (is_indented := re.fullmatch(r"\s*[\w-]+\s*", before) is not None):
-            return " (a second `: `). Try: the text in quotes, or on lines of its own behind `key: |`"
+            return " (a second `: `). Try: the text in quotes, or on lines of its own below `key: |`"
     if is_indented:
         return f"; line {line} is indented differently from the lines above"
     return ""

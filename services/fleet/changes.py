@@ -136,7 +136,7 @@ def digest_texts(pipes: PipeFile, path: Path, names: Collection[str]) -> dict[st
 
 _BY_EVENT_TIME = (
     "Kafka counts its retention from the clients' clocks (message.timestamp.type is CreateTime). So ingest refuses events "
-    "that are older than half of it (too-old). Try, once all services are of 0.2: penstock apply --log-append-time, and "
+    "older than half the retention (too-old). Try, once all services are of 0.2: penstock apply --log-append-time, and "
     "restart ingest (docs/upgrading.md)"
 )
 

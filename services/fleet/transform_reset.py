@@ -1,6 +1,7 @@
 """Resets a transform. Spark keeps its position in a checkpoint, in the data folder. Without the checkpoint, the transform reads
-its sources from the oldest event again, and writes as a new writer. After a reset to a time it begins at the offsets in the mark,
-or at the position of the former checkpoint, whichever comes first (`spark/jobs/restart.py`).
+its sources from the oldest event again, and writes as a new writer. After a reset to a time, the mark has the offset of that time
+in each partition. The transform begins there, or at the position of the former checkpoint if that comes first
+(`spark/jobs/restart.py`).
 
 The audit is written first, then the mark that the transform has begun is taken back, then the checkpoint gets another name: after
 a crash in between, the same command does all again. Without a checkpoint here, the mark alone lets the transform begin again.
@@ -34,10 +35,11 @@ _IDENTITY = "penstock.json"
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """moves: to where the transform begins again, by partition. since, begins: of a reset to a time; begins: for its mark.
+    """moves: one for each partition, with the events from the new beginning to the end. since: the time of a reset to a time.
+    begins: the offsets of that time, for the mark.
 
-    older: stored events before that. Those that the former transform has not read are transformed, too, where its position is
-    known: so the moves count at least what will be transformed.
+    older: the number of stored events before these offsets. Where the former position is known, the transform also reads those of
+    them that it has not read before. So more events may be transformed than the moves count.
     """
 
     moves: list[Move]
@@ -47,7 +49,7 @@ class Restart:
 
 
 async def plan_restart(broker: Broker, sources: Sequence[str], since: datetime | None = None) -> Restart:
-    """From the oldest event of these streams, or from the first one since a time. broker: as of `open_own_broker`.
+    """Plan a restart at the oldest event of these streams, or at the first one since a time. broker: as of `open_own_broker`.
 
     Raises CommandFailed where a transform cannot begin at a time, and BrokerError kinds.
     """
@@ -73,13 +75,13 @@ async def plan_restart(broker: Broker, sources: Sequence[str], since: datetime |
 async def record_restart(
     producer: Producer, pipe: str, restart: Restart, mark: TransformMark | None, who: str, former: str
 ) -> None:
-    """Write the audit, then the mark: without a checkpoint the transform begins again. former: the name, as of `find_former`.
+    """Write the audit, then the mark that lets the transform begin without a checkpoint. former: the name, as of `find_former`.
     Raises BrokerError kinds.
     """
     about = {"transform": pipe}
     if (
         restart.since is not None
-    ):  # the audit's ranges begin there; the transform begins earlier where its position says so
+    ):  # the audit's ranges begin at this time; the transform begins earlier if its position comes first
         about |= {"since": time_text(restart.since)} | ({"or_position_of": former} if former else {})
     await write_moves(producer, RESET, who, about, audited(restart.moves))
     if restart.begins or former or (mark is not None and (mark.has_begun or mark.begins)):
@@ -93,8 +95,8 @@ def time_text(since: datetime) -> str:
 
 
 def no_checkpoint(place: str, *, looked: bool) -> CommandFailed:
-    """The error to raise when there is nothing to reset. place: where the checkpoint would be. looked: in an object store nobody
-    does."""
+    """The error to raise when there is nothing to reset. place: where the checkpoint would be. looked: whether the command looked
+    there; it looks in no object store."""
     return CommandFailed(
         f"{f'there is no checkpoint in {place}' if looked else f'{place} was not looked at'}, and the transform has not begun on "
         "this broker",
@@ -104,9 +106,9 @@ def no_checkpoint(place: str, *, looked: bool) -> CommandFailed:
 
 @contextmanager
 def hold_checkpoint(folder: Path | None) -> Iterator[bool]:
-    """Keep the transform from starting. Gives whether the folder holds a checkpoint; a transform that was refused leaves
-    its lock and its claim. Without the folder nothing is kept. None: the checkpoints are in an object store. Blocking. Raises
-    CommandFailed while the transform runs.
+    """Keep the transform from starting. Gives whether the folder holds a checkpoint. A lock and claims are none: a transform
+    that was refused leaves them. Without the folder, nothing keeps the transform from starting. None: the checkpoints are in an
+    object store. Blocking. Raises CommandFailed while the transform runs.
     """
     if folder is None or (lock := _open_lock(folder)) is None:
         yield False
@@ -139,16 +141,16 @@ def _open_lock(folder: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Former:
-    """The checkpoint with the position of the transform before this reset. name: after it; "": there is none. path: where it is
-    now; None: not here."""
+    """The checkpoint with the position of the transform before this reset. name: the name of its folder after the reset; "":
+    there is none. path: where it is now; None: not on this machine."""
 
     name: str = ""
     path: Path | None = None
 
 
 def find_former(folder: Path | None, aside: Path | None, mark: TransformMark | None, *, gives_up: bool) -> Former:
-    """The nearest one: this checkpoint, or the former one of an earlier reset. folder: as of `hold_checkpoint`. aside: its coming
-    name. gives_up: the position does not count, so one that is not here is forgotten. Blocking.
+    """The checkpoint in the folder, else that of an earlier reset, by its mark. folder: as of `hold_checkpoint`. aside: the name
+    that the folder will get. gives_up: the position does not count, so a checkpoint that is not here is forgotten. Blocking.
     """
     if folder is not None and aside is not None and (folder / _IDENTITY).exists():
         return Former(aside.name, folder)
@@ -159,7 +161,7 @@ def find_former(folder: Path | None, aside: Path | None, mark: TransformMark | N
 
 
 class _Identity(msgspec.Struct):
-    """Of a checkpoint (`spark/jobs/checkpoint.py`): what decides whether a transform can begin at a time."""
+    """The fields of `Identity` (`spark/jobs/checkpoint.py`) that decide whether a transform can begin at a time."""
 
     pipe: str
     state: str = ""
@@ -189,7 +191,7 @@ def _not_at_a_time(problem: str) -> CommandFailed:
 
 
 def name_aside(folder: Path) -> Path:
-    """The coming name of a checkpoint, which no pipe can have."""
+    """The name that a checkpoint's folder will get. No pipe can have such a name."""
     return folder.with_name(f"{folder.name}.{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
 
 

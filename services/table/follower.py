@@ -356,9 +356,9 @@ class Follower:
     async def _write(self, work: Callable[[Store], None]) -> None:
         store = self.store
         assert store is not None
-        store.hold(is_allowed=False)
+        store.end_read_transaction(allow_next=False)
         await self._blocking(lambda: work(store))
-        store.hold(is_allowed=True)
+        store.end_read_transaction(allow_next=True)
 
     async def _blocking(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -91,7 +91,7 @@ class Store:
                 self._create()
             self._check()
             self._reader = _connect(path, _READ_CACHE_KB)
-            self._begins = False
+            self._may_begin = False
         except Rebuild:
             self._writer.close(True)
             raise
@@ -130,18 +130,21 @@ class Store:
             rows = [(p, *position) for p, position in positions.items()]
             self._writer.executemany("INSERT OR REPLACE INTO positions VALUES(?,?,?)", rows)
 
-    def hold(self, *, is_allowed: bool) -> None:
-        """Whether the point reads up to the next call may be one transaction: to begin and end one takes longer than a warm read.
-        Not while rows are written: it would not see them, and would keep SQLite from emptying its WAL."""
+    def end_read_transaction(self, *, allow_next: bool) -> None:
+        """End the transaction of point reads, if one is open. allow_next: whether the next point read may begin another one.
+
+        Point reads share a transaction, because its begin and end take longer than a warm read. While rows are written there must
+        be none: it would not see the new rows, and would keep SQLite from emptying its WAL.
+        """
         if self._reader.in_transaction:
             self._reader.execute("COMMIT")
-        self._begins = is_allowed
+        self._may_begin = allow_next
 
     def get(self, key: bytes) -> Row | None:
         """The row of a key. Raises Rebuild."""
         try:
-            if self._begins:
-                self._begins = False
+            if self._may_begin:
+                self._may_begin = False
                 self._reader.execute("BEGIN")
             row = self._reader.execute(_POINT, (key,)).fetchone()
         except _DAMAGE as error:

@@ -1,11 +1,12 @@
-"""Where a transform begins that was reset to a time.
+"""Decides where a transform begins that was reset to a time.
 
-The reset left the offsets of that time in the transform's mark. It must not pass over an event that the transform has not read.
-So a partition begins at its position in the former checkpoint, if that comes first. Where no position is known, the stored events
-before the time are left out; they and those that retention removed before they were read are logged and counted.
+The reset left the offsets of that time in the transform's mark. If the position of the former checkpoint in a partition comes
+first, the transform begins there, so it passes over no event that it has not read. The position is not known without a former
+checkpoint, and in a topic that was created again. There the transform begins at the time, and leaves out the stored events before
+it. It logs and counts them, and events that retention has removed.
 
-Each partition's beginning is noted, also where it is the oldest record: else retention could remove records between the start and
-the first batch, and nobody would notice.
+The beginning is noted for each partition, also where it is the oldest record. Otherwise retention could remove records between
+the start and the first batch, and nobody would notice.
 """
 
 from collections import Counter
@@ -28,15 +29,15 @@ from spark.records import Offsets
 log = structlog.get_logger()
 
 _LEFT_OUT = {
-    "before_time": "stored events before the time are not transformed",
-    "gone": "retention removed these events before they were transformed",
+    "before_time": "these stored events are older than the time; nobody knows whether they were transformed before",
+    "gone": "retention removed these events; without a former position, some may have been transformed before",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Where a new checkpoint begins: `Identity.begins`; empty without a reset to a time. left_out: events by reason and topic.
-    by: who reset it. former: the former checkpoint, whose position counts; "" without one."""
+    """begins: the offsets where a new checkpoint begins, for `Identity.begins`; empty without a reset to a time. left_out: events
+    by reason and topic. by: the user who reset the transform. former: the name of the former checkpoint; "" without one."""
 
     begins: dict[str, dict[int, int]] = field(default_factory=dict)
     left_out: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -44,7 +45,8 @@ class Beginning:
     former: str = ""
 
     def record(self, pipe: str) -> None:
-        """Log and count it. Once, when the checkpoint is stored: a start that fails before that is repeated."""
+        """Log the beginning, and count the events that were left out. Call it once, when the checkpoint is stored: a start that
+        fails before that is repeated."""
         if self.begins:
             log.info("begins_at_a_time", pipe=pipe, begins=self.begins, by=self.by, former=self.former)
         for reason, events in self.left_out.items():
@@ -84,20 +86,21 @@ def find_begins(
         begin, place = chosen.get(topic, {}).get(partition, start), (topic, partition)
         if (furthest := max(begin, done.get(place, begin))) > end:
             raise CheckpointDamaged(
-                f"{identity.pipe} knows offset {furthest} of {topic}:{partition}, which ends at {end}: records were lost, and "
-                f"others may have their offsets. Try: penstock group reset {identity.pipe} --to-earliest"
+                f"{identity.pipe} has offset {furthest} of {topic}:{partition} from its reset or its former checkpoint, but the "
+                f"partition ends at {end}: records were lost, and new records may have got their offsets. Try: penstock group "
+                f"reset {identity.pipe} --to-earliest"
             )
         gone[topic] += max(0, start - done.get(place, begin))
         if known is None or known.get(topic, identity.topics[topic]) != identity.topics[topic]:
             before_time[topic] += max(0, begin - start)
-        else:  # of a source or a partition that the former transform did not read all counts
+        else:  # a source or a partition that the former transform did not read begins at its oldest record
             begin = min(begin, done.get(place, start))
         begins.setdefault(topic, {})[partition] = max(begin, start)
     return Beginning(begins, {"before_time": before_time, "gone": gone}, mark.by, mark.former)
 
 
 def _chosen(broker: SparkBroker, identity: Identity, mark: TransformMark) -> dict[str, dict[int, int]]:
-    """The offsets of the time in the topics that are still sources. One that was added since begins at its oldest record."""
+    """The offsets of the time in the topics that are still sources. A source that was added since begins at its oldest record."""
     found = {topic: begin for topic, begin in mark.begins.items() if topic in identity.topics}
     for topic, begin in found.items():
         if broker.identity_of(begin.incarnation) != identity.topics[topic]:
@@ -128,12 +131,12 @@ def _position(
         ) from error
     if before is None:
         raise CheckpointDamaged(
-            f"{former.path}, the former checkpoint of {identity.pipe}, is gone, and its position counts. Try: moving it back; or "
-            f"{again}"
+            f"{former.path}, the former checkpoint of {identity.pipe}, is gone. {identity.pipe} needs its position, in order to "
+            f"pass over no event. Try: moving it back; or {again}"
         )
     if before.pipe != identity.pipe:
         raise CheckpointDamaged(
-            f"{former.path} belongs to the pipe {before.pipe!r}, not {identity.pipe!r}: its position says nothing. Try: {again}"
+            f"{former.path} belongs to the pipe {before.pipe!r}, not {identity.pipe!r}: its position cannot be used. Try: {again}"
         )
     if before.state or before.plan is not None or (not before.penstock and former.has_state()):
         raise CheckpointDamaged(
@@ -144,7 +147,8 @@ def _position(
 
 
 def _settled(before: Identity, former: Checkpoint, broker: SparkBroker, *, ledger: bool) -> Offsets:
-    """The position up to which all is done: committed; in a streaming plan reported and rejected, too, which follow that."""
+    """The position up to which everything is done: the events are committed. In a streaming plan, reports and bad records follow
+    the commit, so they must be done, too."""
     done = former.committed_offsets(broker.parse_offsets)
     mode = former.read_note(MODE_FILE, str) or ("micro-batch" if before.kind == PER_BATCH else "")
     if mode == "micro-batch":

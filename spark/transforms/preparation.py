@@ -294,11 +294,11 @@ def _mistake(session: SparkSession, result: StructType, where: str) -> str | Non
 
 
 def _find_unknown_view(error: Exception, views: Sequence[str]) -> str:
-    """The view that SQL names and that is not there, with those that are; "" for other mistakes."""
+    """The name in SQL that is no view, with the names of all views; "" for other mistakes."""
     if not isinstance(error, PySparkException) or error.getCondition() != "TABLE_OR_VIEW_NOT_FOUND":
         return ""
     name = (error.getMessageParameters() or {}).get("relationName", "a view")
-    return f"{name} is no source of this pipe; it has: {', '.join(views)}"
+    return f"this pipe has no source or table {name}; it has {', '.join(views)}"
 
 
 _PLACE = re.compile(r"\(?line (\d+),? pos (\d+)\)?$")

@@ -143,7 +143,7 @@ def test_begins_at_an_offset_that_is_not_stored(make_pipeline: MakePipeline, spa
     begins = {stream: Begin(str(UUID(bytes=urlsafe_b64decode(identity + "=="))), {0: 11})}
     pipeline.marks.newest[pipeline.pipe] = TransformMark("reset", "", "ann", 1, begins=begins)
     pipeline.start(pipeline.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}"))
-    wait_for(lambda: "knows offset 11" in (pipeline.problem or ""), "the refusal")
+    wait_for(lambda: "has offset 11" in (pipeline.problem or ""), "the refusal")
     pipeline.stop()
 
 

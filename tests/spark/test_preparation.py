@@ -60,7 +60,7 @@ def test_spark_agrees_on_columns(pipeline: LogPipeline) -> None:
         ("SELECT DISTINCT event, value FROM s", "would leave out events by chance: DISTINCT"),
         (
             "WITH x AS (SELECT 1 AS n)\nSELECT event, value\nFROM t",
-            "sql: `t` is no source of this pipe; it has: s (line 3 of the SQL, character 6)",
+            "sql: this pipe has no source or table `t`; it has s (line 3 of the SQL, character 6)",
         ),
         (
             f"SELECT event, {', '.join(f'delay AS {name * 80}' for name in 'abcd')} FROM s\nORDER BY e",

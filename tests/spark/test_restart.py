@@ -241,7 +241,7 @@ def test_retention_between_two_resets(reset: Reset) -> None:
 
 def test_an_offset_behind_the_end(reset: Reset) -> None:
     """If this fails, a topic that lost its last records is read from the middle of those that got their offsets since."""
-    refused = pytest.raises(CheckpointDamaged, match="p knows offset 21 of s:0, which ends at 20: records were lost")
+    refused = pytest.raises(CheckpointDamaged, match=r"p has offset 21 of s:0 .* ends at 20: records were lost")
     with refused:
         reset.begins({"s": {0: 21}}, former="")
     reset.leave({"s": {0: 21}})
@@ -252,7 +252,7 @@ def test_an_offset_behind_the_end(reset: Reset) -> None:
 def test_a_former_checkpoint_that_does_not_fit(reset: Reset) -> None:
     """If this fails, a reset to a time passes over events that were not transformed, because nobody could say which."""
     wanted = {"s": dict.fromkeys(range(3), 20)}
-    with pytest.raises(CheckpointDamaged, match="the former checkpoint of p, is gone, and its position counts"):
+    with pytest.raises(CheckpointDamaged, match=r"the former checkpoint of p, is gone\. p needs its position"):
         reset.begins(wanted, former="another")
     plan = StatePlan([], {}, ["s"], "", "4.2.0", "")
     stateful: list[dict[str, Any]] = [{"state": "of a window"}, {"plan": plan}]

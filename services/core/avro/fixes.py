@@ -1,4 +1,5 @@
-"""Candidates for changes of the new schema that undo one finding, best first. `repair.py` offers the first that works."""
+"""Changes of the new schema that may undo one finding, the best first. `repair.py` tries them, and offers the first one that
+works."""
 
 from __future__ import annotations
 

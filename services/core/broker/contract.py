@@ -145,7 +145,8 @@ MAX_APPEND_BYTES = 900_000
 
 
 MAX_POLL_BYTES = 2_500_000
-"""One poll returns at most this much of one partition: a megabyte, and the append that exceeds it."""
+"""The most bytes of one partition that one `poll` or `read` returns. The log and Kinesis end a batch with the append that reaches
+a megabyte; Kafka gets this limit."""
 
 
 class Consumer(Protocol):
@@ -189,20 +190,20 @@ class Reader(Protocol):
         """The stored range of each partition. Raises UnknownTopic."""
 
     async def next_at_least(self, topic: str) -> dict[int, int]:
-        """For each partition that can be written to, an offset such that all later records have it or a higher one.
+        """For each partition that can be written to, a lower bound of the next record's offset.
 
-        It is the end, or an offset shortly before it when the end takes long to find. Raises UnknownTopic. Takes two seconds at
-        most.
+        On the log and on Kafka it is the end. On Kinesis it may be an offset before the end, because the end can take long to
+        find. Takes two seconds at most. Raises UnknownTopic.
         """
 
     async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
-        """The offset of each partition at which a read from `start` begins; the end when no record is that new."""
+        """The offset of each partition at which a read from `start` begins. It is the end when all records are older."""
 
     async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
-        """The records at `offset` and behind it, as `poll` would return them, without a group; None at the end.
+        """The records from `offset` on, in order, as `poll` returns them; None at the end.
 
-        At least one and at most `max_records` and `MAX_POLL_BYTES`. Raises UnknownTopic (also for an unknown partition),
-        OffsetOutOfRange, DataDamaged, Unavailable; damage may come as a `Batch` with `damage`, as in `poll`.
+        Gives at least one record, at most `max_records`, and at most `MAX_POLL_BYTES`. Raises UnknownTopic (also for an unknown
+        partition), OffsetOutOfRange, DataDamaged, Unavailable; damage may come as a `Batch` with `damage`, as in `poll`.
         """
 
 
@@ -213,7 +214,7 @@ class Admin(Protocol):
         """Create the topic. Raises TopicExists."""
 
     async def create_own_topics(self) -> None:
-        """Create what the backend keeps in topics beside those of `topics`, where it is missing: so services need no right to."""
+        """Create the internal topics of the backend that are missing. So services need no right to create topics."""
 
     async def delete_topic(self, topic: str) -> None:
         """Delete the topic with its records and the groups' offsets in it. Raises UnknownTopic."""

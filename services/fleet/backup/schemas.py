@@ -28,22 +28,22 @@ def copy_schemas(source: Path, target: Path) -> int:
             shutil.copyfile(path, target / folder / path.name)
     for problem in check_schemas(target, len(entries)):
         raise CommandFailed(
-            f"no backup was made: of the schemas in {source}, {problem}",
+            f"no backup was made, because the schemas in {source} are damaged: {problem}",
             "docs/runbooks/PenstockSchemasDamaged.md; then again",
         )
     return len(entries)
 
 
 def check_schemas(folder: Path, count: int) -> Iterator[str]:
-    """One text for each difference: an object whose content has not the hash in its first line, or a gap. Blocking."""
+    """One text for each damage: an object whose content does not match the hash in its first line, or a gap. Blocking."""
     entries = _objects(folder / _ENTRIES)
     if [path.name for path in entries] != [f"{number:012d}" for number in range(1, count + 1)]:
-        yield f"{folder.name}/{_ENTRIES} has not the entries 1 to {count} without a gap"
+        yield f"{folder.name}/{_ENTRIES} has a gap: entries 1 to {count} are not all there"
     for path in [*entries, *_objects(folder / _SEGMENTS)]:
         head, _, body = path.read_bytes().partition(b"\n")
         known = _HEAD.fullmatch(head)
         if known is None or hashlib.sha256(body).hexdigest().encode() != known[1]:
-            yield f"{folder.name}/{path.parent.name}/{path.name} is altered: it has not the hash in its first line"
+            yield f"{folder.name}/{path.parent.name}/{path.name} is altered: the hash in its first line does not fit"
 
 
 def _objects(folder: Path) -> list[Path]:

@@ -20,8 +20,8 @@ def load_movable(path: Path, stream: str, url: str, to: str | None) -> PipeFile:
 
 
 def check_movable(pipes: PipeFile, stream: str, to: str | None, url: str) -> None:
-    """Raises CommandFailed when this stream, or a stream to that broker, is never moved. url: of the fleet's own broker. to: None
-    for a stream that has begun to move: whoever wants to see or end that may."""
+    """Raises CommandFailed when this stream can never be moved, or not to that broker. url: of the fleet's own broker. to: None
+    when the command only shows or ends a move: then the kind of the stream does not matter."""
     if stream not in pipes.streams:
         raise unknown_name(f"the pipe file has no stream {stream}", stream, pipes.streams)
     if not pipes.brokers:
@@ -42,10 +42,12 @@ def check_movable(pipes: PipeFile, stream: str, to: str | None, url: str) -> Non
                 status=2,
             )
     if pipes.streams[stream].topic is not None:
-        raise CommandFailed(f"{stream} is a topic of others, and only they can move it", "its owner", status=2)
+        raise CommandFailed(
+            f"{stream} is a topic of others, and only its owner can move it", "asking the owner", status=2
+        )
     if pipes.streams[stream].compact:
         raise CommandFailed(
-            f"{stream} is compacted: what was removed is missing in its offsets, so a copy cannot have the same",
+            f"{stream} is compacted: its offsets have gaps where events were removed, and a copy has none",
             "a pipe that copies it into a compacted stream on the other broker",
             status=2,
         )

@@ -57,7 +57,7 @@ class GroupPositions:
                 raise CommandFailed(
                     f"members of {', '.join(still)} still read {self._stream} on {home.readers} after {LEAVE_S:.0f} s. "
                     "Until they have left, nothing of it is delivered",
-                    "a restart of each expel that runs another version, or with a pipe file that lacks brokers; then the "
+                    "a restart of each expel of another version, or whose pipe file has no `brokers`; then the "
                     "same command",
                 )
             await asyncio.sleep(_AGAIN_S)

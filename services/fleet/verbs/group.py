@@ -186,13 +186,14 @@ def reset(
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
-    """Deliver events again: move a destination back, or let a transform begin again. It must be stopped. Ids stay the same.
+    """Deliver events again: move a destination back, or let a transform begin again. Stop it first. Ids stay the same.
 
     A destination never moves forward over a stored event; partitions that are further back stay. Waiting retries and parked
     events (PIPE.retry, PIPE.parked; of penstock/retrier: penstock.retry-in, penstock.delay-*) are moved only where
-    --to-offset names their topic. The audit names the events (penstock dead audit). PIPE lets the pipe's transform begin
-    again: its checkpoint in the data folder is renamed. A lost checkpoint, or one that this machine does not have, needs no
-    folder. A transform can begin at a time if it treats each event by itself, and its broker is not Kinesis.
+    --to-offset names their topic. The audit names the events (penstock dead audit).
+
+    PIPE lets the pipe's transform begin again. The command renames its checkpoint. It also works without the checkpoint, when
+    that is lost or on another machine. --to needs a transform that treats each event by itself, and a broker other than Kinesis.
     """
     file, url = load_pipes(find_pipes(pipes, data)), find_broker(broker, data)
     if (
@@ -258,7 +259,7 @@ def _one_lane(file: PipeFile, name: str) -> Lane:
             raise CommandFailed(f"{name} is a pipe; its destinations have offsets", lanes, status=2)
         raise CommandFailed(
             f"{name} is a pipe; its destinations have offsets, and its transform has a checkpoint",
-            f"{lanes}; or penstock group reset {name} with --to-earliest or --to 2h, which transforms stored events again",
+            f"{lanes}; or, to transform stored events again: penstock group reset {name} with --to-earliest or --to 2h",
             status=2,
         )
     return find_lanes(file, name)[0]

@@ -175,7 +175,7 @@ async def _send(
             return error
         except BadInput as error:
             return CommandFailed(
-                f"{name}: {error}", "mending the input; the events before it were sent, as the summary says"
+                f"{name}: {error}", "mending the input; the events before the damage were sent, see the summary"
             )
         except SendingFailed as error:
             remedy = await asyncio.to_thread(_remedy, error.status, fleet)

@@ -36,7 +36,7 @@ from services.fleet.transform_reset import (
 def restart_transform(
     url: str, file: PipeFile, pipe: str, data: Path, since: datetime | None, *, yes: bool, as_json: bool
 ) -> None:
-    """From the oldest event, or from the first one of a time. Raises CommandFailed."""
+    """Let the transform begin again at the oldest event, or at the first one since a time. Raises CommandFailed."""
     try:
         root = find_checkpoints(data)
     except OSError as error:
@@ -55,7 +55,7 @@ def restart_transform(
         if not yes:
             print_note(
                 "Results come again with the same ids. So a receiver that drops duplicates drops them, also where they differ. "
-                "For different results, give them other ids in the transform, or use a pipe of another name.",
+                "If a receiver must get the new results, give them other ids in the transform, or use a pipe of another name.",
                 "yellow",
             )
             confirm(f"{pipe}: {events} will be transformed again, and the results delivered again. Go on?")
@@ -96,14 +96,14 @@ def _check(
         raise no_checkpoint(place, looked=looked)
     if not looked:
         print_note(
-            f"{place} was not looked at. A checkpoint that is still there keeps its position: the next start continues with it. "
-            "Stop the transform and move it away first.",
+            f"{place} was not looked at. If a checkpoint is still there, the next start continues at its position. "
+            "Stop the transform and move the checkpoint away first.",
             "yellow",
         )
     elif not is_here and mark is not None and mark.has_begun:
         print_note(
-            f"There is no checkpoint in {place}, but {mark.text}. If that one is elsewhere, the transform continues "
-            "with it: stop the transform and move it away first.",
+            f"There is no checkpoint in {place}, but {mark.text}. If that checkpoint is elsewhere, the transform continues "
+            "with it. Stop the transform and move the checkpoint away first.",
             "yellow",
         )
 
@@ -113,15 +113,15 @@ def _describe(restart: Restart, since: datetime, former: Former) -> str:
     begin = f"The transform begins at the first event that is not older than {time_text(since)}"
     older = format_count(restart.older, "older event")
     if former.name:
-        away = "" if former.path is not None else f" {former.name} is not here; --to-earliest gives it up."
+        away = "" if former.path is not None else f" {former.name} is not here; --to-earliest does not need it."
         return (
-            f"{begin}, or at the position of its checkpoint, if that comes first: keep {former.name} until it has begun.{away} "
-            f"It leaves out those of {older} that it has transformed. In a topic that was made again since, it leaves out all: "
-            "its log counts them (events_left_out)."
+            f"{begin}, or at the position of its former checkpoint, if that comes first. Keep the folder {former.name} until the "
+            f"transform has begun.{away} Of {older}, it leaves out those that it has transformed. In a topic that was created "
+            "again since then, it leaves out all of them, and its log counts them (events_left_out)."
         )
     return (
-        f"{begin}. Its checkpoint is not here, so it leaves out {older}, also those that it never transformed: the loss table "
-        "shows these as missing."
+        f"{begin}. Its former checkpoint is not here, so it leaves out {older}, also events that it never transformed. The loss "
+        "table shows these as missing."
     )
 
 

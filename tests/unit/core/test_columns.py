@@ -20,7 +20,7 @@ MISTAKES = {
     "a ARRAY<STRUCT<b: INT>, c INT": ["a `>` is missing: a ARRAY<…"],
     "a ARRAY<STRUCT<b: INT, c INT>": ["a `>` is missing: a ARRAY<…"],
     "a MAP<STRING, DECIMAL(3,1>": ["a `)` is missing: DECIMAL(…"],
-    "a ARRAY<INT>>, b INT": ["a `>` is too many: INT >>"],
+    "a ARRAY<INT>>, b INT": ["one `>` too many: INT >>"],
     "a, b INT": ["field a has no type. Try: a STRING"],
     "Event STRING": ["the column name 'event' is reserved. Try: another name, read by a transform from `value`"],
     "a INT, A STRING": ["the column 'a' is declared twice (names are the same in upper and lower case)"],

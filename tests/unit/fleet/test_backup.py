@@ -556,7 +556,7 @@ def test_the_schemas_are_those_of_one_moment(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(CommandFailed, match=f"schemas/log/{2:012d} is altered"):
         make(tmp_path / "data", tmp_path / "backups")
     second.unlink()
-    with pytest.raises(CommandFailed, match="without a gap"):
+    with pytest.raises(CommandFailed, match="has a gap"):
         make(tmp_path / "data", tmp_path / "backups")
 
 

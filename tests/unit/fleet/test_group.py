@@ -218,7 +218,7 @@ def test_over_records_that_are_gone(shell: Shell, url: str) -> None:
         ("reset a --to-earliest", "its destinations have offsets Try: a/crm or a/erp"),
         (
             "reset sums --to-offset 0:1",
-            "its transform has a checkpoint Try: sums/hook; or penstock group reset sums with --to-earliest or --to 2h",
+            "its transform has a checkpoint Try: sums/hook; or, to transform stored events again: penstock group reset sums with",
         ),
         ("skip sums --to-end --reason x", "its transform has a checkpoint"),
         ("reset a/crm --to-offset 0", "names no offset Try: PARTITION:OFFSET, e.g. 0:4712"),
@@ -600,8 +600,8 @@ def test_a_transform_begins_at_a_time(shell: Shell, tmp_path: Path, url: str) ->
     assert (said["events"], said["at_least"], said["older_events"]) == (2 * 3, True, 2 * 7)
     assert (said["since"], said["former"]) == (format_time(BASE + 7000), Path(said["checkpoint"]).name)
     words = " ".join(shell.err.split())
-    assert "or at the position of its checkpoint, if that comes first" in words
-    assert "It leaves out those of 14 older events that it has transformed." in words
+    assert "or at the position of its former checkpoint, if that comes first" in words
+    assert "Of 14 older events, it leaves out those that it has transformed." in words
     assert shell.run("dead", "audit", "--json") == 0
     filters = json.loads(shell.out.splitlines()[0])["filters"]
     assert (filters["since"], filters["or_position_of"]) == (said["since"], said["former"])
@@ -632,8 +632,9 @@ def test_a_transform_without_its_checkpoint_begins_at_a_time(shell: Shell) -> No
     assert shell.run(*since, "--json") == 0
     said = json.loads(shell.out)
     assert (said["events"], said["at_least"], said["older_events"], said["former"]) == (2 * 3, False, 2 * 7, None)
-    assert "Its checkpoint is not here, so it leaves out 14 older events, also those that it never transformed" in (
-        " ".join(shell.err.split())
+    assert (
+        "Its former checkpoint is not here, so it leaves out 14 older events, also events that it never transformed"
+        in (" ".join(shell.err.split()))
     )
     assert shell.run(*since) == 0
     assert "sums: 6 events will be transformed again" in " ".join(shell.err.split())
@@ -694,7 +695,7 @@ def test_a_second_reset_from_elsewhere(shell: Shell, tmp_path: Path, url: str, m
     former = json.loads(shell.out)["former"]
     monkeypatch.setenv("PENSTOCK_TRANSFORM_CHECKPOINTS", str(tmp_path / "laptop"))
     assert shell.run(*since) == 0
-    assert f"{former} is not here; --to-earliest gives it up" in " ".join(shell.err.split())
+    assert f"{former} is not here; --to-earliest does not need it" in " ".join(shell.err.split())
     assert json.loads(shell.out)["former"] == former
     assert (mark := read_mark(url)) is not None
     assert mark.former == former
@@ -723,7 +724,7 @@ def test_checkpoints_that_are_elsewhere(
     assert (said["checkpoint"] or "").startswith(str(tmp_path / "elsewhere" / "sums.")) == (setting != "s3")
     assert (said["former"] is None) == (setting == "s3")
     words = " ".join(shell.err.split())
-    assert ("sums was not looked at. A checkpoint that is still there keeps its position" in words) == (setting == "s3")
+    assert ("sums was not looked at. If a checkpoint is still there" in words) == (setting == "s3")
     assert "There is no checkpoint" not in words
     assert (tmp_path / "data" / "checkpoints" / "sums").exists(), "nobody uses it"
 
@@ -747,7 +748,7 @@ def test_a_transform_whose_checkpoint_is_lost_begins_again(shell: Shell, tmp_pat
         (place / "penstock.json").touch()
     assert shell.run("group", "reset", "sums", "--to-earliest", "--yes", "--json") == 0
     words = " ".join(shell.err.split())
-    assert ("with checkpoint 0123. If that one is elsewhere, the transform continues with it" in words) == (
+    assert ("with checkpoint 0123. If that checkpoint is elsewhere, the transform continues with it" in words) == (
         folder != "there"
     )
     assert (json.loads(shell.out)["checkpoint"] is None) == (folder != "there")

@@ -275,12 +275,12 @@ def test_a_transaction_of_reads_ends_before_rows_are_written(tmp_path: Path) -> 
     """Broken: a table shows old rows for ever, or its WAL grows without a bound."""
     store = Store(tmp_path / "table.db", Meta(FORMAT, STREAM, "1"))
     for number in range(5):
-        store.hold(is_allowed=False)
+        store.end_read_transaction(allow_next=False)
         store.apply(0, [Change(b"a", b"%d" % number, None, number)], Position(number + 1, 1))
         with closing(apsw.Connection(str(store.path))) as other:
             busy, *_ = other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()[0]
         assert not busy, "a read keeps SQLite from emptying its WAL"
-        store.hold(is_allowed=True)
+        store.end_read_transaction(allow_next=True)
         for _ in range(2):
             row = store.get(b"a")
             assert row is not None

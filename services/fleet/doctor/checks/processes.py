@@ -109,7 +109,7 @@ def find_dead(facts: Facts) -> Iterator[Finding]:
 
 
 def _missing(facts: Facts) -> Iterator[Finding]:
-    """Services that the pipe file needs, and of which the list has no process."""
+    """Services that the fleet needs, and that have no process in the list."""
     pipes = facts.pipes
     if pipes is None or facts.stopped or not facts.instances or any(not one.service for one in facts.instances):
         return
@@ -120,7 +120,7 @@ def _missing(facts: Facts) -> Iterator[Finding]:
     for service in FLOW:
         if service in wanted and not facts.of(service):
             names = ", ".join(one.name for one in facts.instances)
-            source = "the setting schemas says that there is" if service == "registry" else "the pipe file needs"
+            source = "by the setting schemas, the fleet has" if service == "registry" else "the pipe file needs"
             yield Finding(
                 f"No process of {service} is in the list of processes.",
                 [f"{source} one; the list has {names}"],

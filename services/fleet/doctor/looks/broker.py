@@ -73,9 +73,10 @@ async def look_at_broker(facts: Facts) -> None:
 
 
 def _log_problem(root: Path, pipes: PipeFile | None) -> str | None:
-    """Why the folder of the embedded log cannot be read; None when it can. Blocking.
+    """The reason why the folder of the embedded log cannot be read; None when it can. Blocking.
 
-    A topic that was deleted in good order has no marks either, and is a topic that is missing. All topics at once are not.
+    A command that deletes a topic removes its file and its high-water marks. Then the topic is missing, and the folder is in
+    order. If the marks are left, or if no topic at all has a file, files were lost.
     """
     topics = root / "topics"
     if not topics.is_dir():
