@@ -35,7 +35,8 @@ class ExpectedMode(NamedTuple):
         if self.why == "asked":
             return "runs in real-time mode, or does not start: mode is set"
         if not is_known:
-            return "runs in micro-batches on the embedded log; on Kafka it may run in real-time mode, unless its SQL works on several events"
+            on_kafka = "on Kafka it may run in real-time mode, unless its SQL works on several events"
+            return f"runs in micro-batches on the embedded log; {on_kafka}"
         return "may run in real-time mode: Spark decides when it starts"
 
 

@@ -192,7 +192,8 @@ def test_init_check_and_schema(shell: Shell) -> None:
     assert shell.run("check", "--allow-networks", "127.0.0.0/8") == 0
     assert shell.out == "pipes.yaml is good: 1 stream, 1 pipe, 1 destination\n"
     trial = "Try: penstock try large-orders --sample FILE"
-    mode = "runs in micro-batches on the embedded log; on Kafka it may run in real-time mode, unless its SQL works on several events"
+    on_kafka = "on Kafka it may run in real-time mode, unless its SQL works on several events"
+    mode = f"runs in micro-batches on the embedded log; {on_kafka}"
     assert "embedded log" not in ExpectedMode("real-time", "").describe(is_known=True)
     assert shell.err == f"large-orders: its transform {mode}\nthe transform was not analysed. {trial}\n"
     assert shell.run("check", "--json") == 2

@@ -169,7 +169,7 @@ async def test_what_no_repetition_repairs_ends_at_once(status: int) -> None:
 async def test_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: a script hangs for ever when ingest is away."""
     monkeypatch.setattr(sender, "GIVE_UP_AFTER_S", 0.2)
-    with pytest.raises(SendingFailed, match="ingest accepted nothing for .*: nobody listens on 127.0.0.1:9"):
+    with pytest.raises(SendingFailed, match=r"ingest accepted nothing for .*: nobody listens on 127\.0\.0\.1:9"):
         await send_events(numbered(10), Target("http://127.0.0.1:9", "orders"), SendSummary())
 
 
