@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from services.core.pipes import Transform
+from services.core.units import format_duration
 from services.core.yaml_source import Problem
 
 FORMAT = 1
@@ -20,6 +21,8 @@ FORMAT = 1
 USER_STATE = "user-written state"
 """The kind of an operator that is `transformWithState`."""
 _DIGEST = re.compile(r" #[0-9a-f]{12}$")
+_INTERVAL = re.compile(r"\binterval (?:day|hour|minute|second)(?: to (?:hour|minute|second))? (\d+)000\b")
+"""A literal in microseconds."""
 _ADDED = "isnotnull("
 _LABELS = {
     "type": "the type of {}",
@@ -161,8 +164,13 @@ def _show(before: Sequence[str], now: Sequence[str], part: str) -> tuple[str, st
         own = [[text for text in texts if not text.startswith(_ADDED)] for texts in (before, now)]
         before, now = own if own[0] != own[1] else (before, now)
     word = " and " if part in ("key", "filter", "condition") else ", "
-    first, second = (word.join(_DIGEST.sub("", text) for text in texts) or "none" for texts in (before, now))
+    first, second = (word.join(_show_text(text) for text in texts) or "none" for texts in (before, now))
     return first, second
+
+
+def _show_text(text: str) -> str:
+    """A description without digests, and with intervals as durations. The description itself stays: checkpoints have it."""
+    return _INTERVAL.sub(lambda found: f"interval {format_duration(int(found[1]) / 1000)}", _DIGEST.sub("", text))
 
 
 def _count_kinds(operators: Sequence[StateOperator]) -> str:

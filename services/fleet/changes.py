@@ -81,11 +81,17 @@ class Changes:
                 str(path),
                 f"removed.{pipe}",
                 f"{left}.\n"
-                "  This file no longer has the pipe.\n"
-                "  Try: put it back.\n"
-                f"  Or decide in one line: removed: {{{pipe}: {{drop: WHY}}}}\n"
-                "  Then they stay where they are. penstock dead redrive --to PIPE/DESTINATION sends the dead letters.\n"
-                "  Events that still wait are dropped, or become dead letters with {bury: WHY}.",
+                "  This file no longer has the pipe, and does not say what becomes of this.\n"
+                "  Try: put the pipe back.\n"
+                "  Or, if it is gone or has another name now, add these lines with your reason (beside `pipes`, or to `removed` "
+                "if the file has it):\n"
+                "    removed:\n"
+                f"      {pipe}: {{drop: WHY}}\n"
+                "  Its dead letters and its transform's state then stay where they are. Later, penstock dead redrive --pipe "
+                f"{pipe}\n"
+                "  with --to PIPE/DESTINATION or --to-stream sends its dead letters. Events that still wait for its destinations "
+                "are dropped;\n"
+                "  with {bury: WHY} instead of {drop: WHY} they become dead letters.",
             )
             for pipe, left in self.abandoned.items()
         ]
@@ -355,8 +361,9 @@ def _compare_transform(name: str, pipe: Pipe, data: Path | None) -> list[Change]
         f"changed transform; the former one left state over several events (open windows, joins) in {state[0]}, and its version "
         "did not record which transform it belongs to. So only the transform service can compare, at its start: it goes on "
         "with that state, or it refuses to start and leaves the state as it is. After a refusal, try: the former transform, "
-        "which goes on; this one in a pipe of another name, which reads its sources from their start; or penstock group reset "
-        f"{name} --to-earliest, which gives that state up: all results come again"
+        f"which goes on; this one in a pipe of another name, which reads its sources from their start, with `removed: {{{name}: "
+        f"{{drop: WHY}}}}` for this name; or penstock group reset {name} --to-earliest, which gives that state up. With both, "
+        "all results come again, and receivers drop those whose ids they know: give them other ids"
     )
     return [Change("transform", name, words)]
 

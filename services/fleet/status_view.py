@@ -15,7 +15,10 @@ from services.fleet.dead.view import plain
 _NOT_KNOWN = "not yet"
 _FAR_MS = 10_000
 """A table that is further behind answers with 503, unless its setting `behind` says otherwise."""
-_CLOCKS = "event age: from the event's own time; E2E lag: from its arrival at ingest"
+_CLOCKS = (
+    "event age: from the event's own time; E2E lag: from its arrival at ingest. P50, P95 and P99 are of all events since the\n"
+    "start of the processes, so a delay of the last minutes hardly shows. By minute: GET /v1/pipes/PIPE/lag of the observer"
+)
 _BEHIND = (
     "behind: the number of events from the first unsettled one on, and the age of that one. For a destination behind a\n"
     "transform: the results of the transform. retried: events that were sent again, once for each\n"

@@ -141,6 +141,7 @@ class Trial:
     refused: events that ingest would refuse. late: events that are behind the watermark of the events before them, with ms.
     newest_ms: the time of each stream's newest event; dead letters, here and in `late`, move no watermark.
     repeated: ids that several outputs have. filtered: the number of events in no output; None where outputs are new events.
+    shared: ids that events of the sample with different payloads have.
     absent: as in `Sample`; a stream without a field for the time only where the pipe has a watermark.
     """
 
@@ -155,6 +156,7 @@ class Trial:
     repeated: Sequence[str]
     filtered: int | None
     absent: Sequence[AbsentField] = ()
+    shared: Sequence[str] = ()
 
     @property
     def is_good(self) -> bool:
@@ -200,6 +202,7 @@ class Trial:
             "refusals": [{"from": one.place, "reason": one.reason, "detail": one.detail} for one in self.refused],
             "late": [{"from": place, "behind_ms": behind} for place, behind in self.late.items()],
             "repeated_ids": list(self.repeated),
+            "shared_ids": list(self.shared),
             "absent_fields": [msgspec.structs.asdict(one) for one in self.absent],
             "undeclared_fields": [msgspec.structs.asdict(one) for one in self.result.undeclared],
         }
@@ -248,7 +251,19 @@ def sum_up(
     absent = [one for one in absent if one.field is not None or windowed]
     living = [one for one in records if _position_of(one) not in gone]
     late, newest_ms = _find_late(pipe, living)
-    return Trial(name, records, refused, result, outputs, dead, late, newest_ms, repeated, filtered, absent)
+    shared = _find_shared(records)
+    return Trial(name, records, refused, result, outputs, dead, late, newest_ms, repeated, filtered, absent, shared)
+
+
+def _find_shared(records: Sequence[SampleRecord]) -> list[str]:
+    """The ids that different events of one stream have: an id that names the thing an event is about."""
+    payloads: dict[tuple[str, str], bytes | None] = {}
+    found: dict[str, None] = {}
+    for one in records:
+        event_id = read_id(one.record)
+        if event_id is not None and payloads.setdefault((one.topic, event_id), one.record.value) != one.record.value:
+            found[event_id] = None
+    return list(found)
 
 
 def _position_of(one: SampleRecord) -> str:

@@ -48,6 +48,12 @@ CHANGES: list[tuple[str, str, dict[str, str], str]] = [
         {},
         "the filter before the aggregation was (delay > 3), now (3 < delay)",
     ),
+    (
+        COUNT,
+        COUNT.replace("delay > 3", "event.time < event.arrival + INTERVAL 5 MINUTES"),
+        {},
+        "the filter before the aggregation was (delay > 3), now (event.time < (event.arrival + interval 5m))",
+    ),
     (COUNT, COUNT, {"columns": "more DOUBLE, delay INT, carrier STRING"}, ""),
     (COUNT, COUNT, {"watermark": "10m", "interval": "1s", "decimals": "string"}, ""),
     (COUNT, COUNT, {"columns": COLUMNS.replace("INT", "BIGINT")}, "the column delay was INT, now BIGINT"),

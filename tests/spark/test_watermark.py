@@ -17,7 +17,7 @@ from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topics import delete_topic
 from services.core.broker.record import Record
 from services.core.causes import normalise
-from services.core.event import read_id
+from services.core.event import ARRIVAL, read_id
 from services.core.times import format_time
 from services.core.yaml_source import BadConfiguration
 from spark.brokers.log import LogSparkBroker
@@ -105,6 +105,32 @@ def test_late_events_are_kept(pipeline: LogPipeline, monkeypatch: pytest.MonkeyP
     assert failed
     assert counts(pipeline) == {minute(0): 2, minute(1): 1, minute(10): 1, minute(20): 3}
     assert letters(pipeline) == {("id-5", "late"): 1, ("id-7", "late"): 1}
+
+
+@pytest.mark.parametrize("time", ["event.time", "event_time"])
+def test_a_filter_on_times_in_the_future(pipeline: LogPipeline, time: str) -> None:
+    """If this fails, the advice of docs/transforms.md is wrong: one sender's wrong clock makes all other events late, also with
+    a condition on `event.time`. Spark applies one on `event_time` after the watermark, so it does not help."""
+    sql = COUNTS.replace("GROUP BY", f"WHERE {time} < event.arrival + INTERVAL 5 MINUTES GROUP BY")
+    pipeline.start(pipeline.pipe(columns="delay INT", sql=sql, watermark="1m", interval="50ms"))
+
+    def in_time(number: int, minute: float) -> Record:
+        one = flight(number, minute)
+        headers = tuple((name, value) for name, value in one.headers if name != ARRIVAL)
+        return msgspec.structs.replace(one, headers=(*headers, (ARRIVAL, b"%d" % one.timestamp)))
+
+    send(pipeline, in_time(0, 0), flight(1, 600))
+    send(pipeline, in_time(2, 0.5))
+    send(pipeline, in_time(3, 10))
+    send(pipeline, in_time(4, 10.1))
+    wait_for(lambda: bool(pipeline.out), "a closed window")
+    if time == "event.time":
+        pipeline.stop()
+        assert counts(pipeline) == {minute(0): 2}
+        assert not pipeline.dead
+    else:
+        wait_for(lambda: len(pipeline.dead) == 3, "all events after the one in the future")
+        assert letters(pipeline) == {(f"id-{number}", "late"): 1 for number in (2, 3, 4)}
 
 
 def test_results_of_a_batch_are_in_the_order_of_their_times(pipeline: LogPipeline) -> None:

@@ -12,7 +12,8 @@ class Finding:
     """what: one sentence for a person. evidence: figures, paths and lines. first: the first thing to do, a command where there is
     one. about: the parts that it concerns, as in `about`; empty: the whole fleet. runbook: in place of that of its check.
 
-    is_note: not a fault. It may explain a symptom, and changes no exit status.
+    is_note: not a fault. It may explain a symptom, and changes no exit status. is_past: something that happened, which need not
+    have to do with what is wrong now.
     """
 
     what: str
@@ -21,6 +22,7 @@ class Finding:
     about: frozenset[str] = frozenset()
     runbook: str = ""
     is_note: bool = False
+    is_past: bool = False
 
 
 def about(*parts: str) -> frozenset[str]:
@@ -92,7 +94,8 @@ class Diagnosis:
 def diagnose(facts: Facts, checks: Sequence[Check]) -> Diagnosis:
     """Run the checks and order their findings. checks: in causal order: a cause before its consequences.
 
-    A check that fails is named under `unknown`. The others run.
+    What has happened comes after what is wrong now, unless it explains some of that. A check that fails is named under
+    `unknown`. The others run.
     """
     unknown = [f"{look}: {why}" for look, why in facts.unknown.items()]
     found: list[Cause] = []
@@ -111,6 +114,7 @@ def diagnose(facts: Facts, checks: Sequence[Check]) -> Diagnosis:
             root.symptoms.append(one)
         else:
             (notes if one.finding.is_note else causes).append(one)
+    causes.sort(key=lambda cause: cause.finding.is_past and not cause.symptoms)
     return Diagnosis(causes, notes, unknown, len(checks))
 
 
@@ -119,4 +123,11 @@ def _explains(cause: Cause, one: Cause) -> bool:
     if one.check.name not in cause.check.explains or one.finding.is_note:
         return False
     mine, others = cause.finding.about, one.finding.about
-    return not mine or bool(mine & others)
+    of_other_pipes = _pipes_of(mine) and _pipes_of(others) and not _pipes_of(mine) & _pipes_of(others)
+    return not mine or (bool(mine & others) and not of_other_pipes)
+
+
+def _pipes_of(parts: frozenset[str]) -> frozenset[str]:
+    """The pipes, also those of lanes. Findings of different pipes have their service in common, and nothing else."""
+    named = {part.removeprefix("pipe ") for part in parts if part.startswith("pipe ")}
+    return frozenset(named | {part.partition("/")[0] for part in parts if "/" in part and " " not in part})

@@ -55,7 +55,7 @@ def restart_transform(
         if not yes:
             print_note(
                 "Results come again with the same ids. So a receiver that drops duplicates drops them, also where they differ. "
-                "If a receiver must get the new results, give them other ids in the transform, or use a pipe of another name.",
+                "If a receiver must get them, give them other ids in the transform.",
                 "yellow",
             )
             confirm(f"{pipe}: {events} will be transformed again, and the results delivered again. Go on?")

@@ -198,6 +198,11 @@ def _warnings(trial: Trial, pipe: Pipe) -> Iterator[str]:
     """Everything else that a person should know of the result."""
     result = trial.result
     yield from map(_absent, trial.absent)
+    if trial.shared:
+        yield (
+            f"different events have the same id, and receivers drop all but the first as duplicates: {_places(trial.shared)}. "
+            "An id must name one event, not the thing that the event is about. Try: another field for `id` in the stream"
+        )
     if result.undeclared:
         yield from _undeclared(result.undeclared)
     if result.broken:

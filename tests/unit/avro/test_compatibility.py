@@ -67,6 +67,25 @@ def test_transitive_levels_look_at_all_versions() -> None:
     assert (found.rule, found.path, found.against) == ("FIELD_NEEDS_DEFAULT", "/fields/0", 0)
 
 
+@pytest.mark.parametrize("bad", [{"precision": 9, "scale": 12}, {"precision": 9, "scale": "2"}, {"precision": 0}, {}])
+@pytest.mark.parametrize("level", [Level.BACKWARD, Level.FORWARD])
+def test_a_decimal_that_has_become_invalid_is_refused(level: Level, bad: dict[str, Any]) -> None:
+    """Broken: a typo in a scale makes a decimal plain bytes, in silence: readers ignore a logical type that does not fit."""
+    decimal: dict[str, Any] = {"type": "bytes", "logicalType": "decimal"}
+    good = record(("price", {**decimal, "precision": 9, "scale": 2}))
+    found = only(level, record(("price", decimal | bad)), good)
+    assert found.rule == "LOGICAL_TYPE_CHANGED"
+    assert found.path == "/fields/0/type"
+    assert found.fix is not None
+
+
+def test_an_invalid_logical_type_may_be_corrected_or_removed() -> None:
+    """Broken: a mistake that is already registered can never be mended."""
+    bad: dict[str, Any] = {"type": "bytes", "logicalType": "decimal", "precision": 9, "scale": 12}
+    for other in (bad | {"scale": 2}, bad, {"type": "bytes"}):
+        assert check(Level.FULL, record(("price", other)), [record(("price", bad))]) == []
+
+
 def test_a_nullable_record_is_not_the_end_of_a_path() -> None:
     """Broken: every change inside of an optional record is "the union lacks a type"."""
 

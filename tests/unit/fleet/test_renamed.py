@@ -464,7 +464,8 @@ def test_a_removed_pipe_needs_one_line(site: Site, shell: Shell, tmp_path: Path)
     assert (
         "removed.late: the pipe late has 405 open dead letters, its transform has state over several events in" in told
     )
-    assert "removed: {late: {drop: WHY}}" in told
+    assert "add these lines with your reason" in told
+    assert "     removed:       late: {drop: WHY} " in told
     assert "removed.late/old: 1 event waits (1 in late.parked) for late/old, 3 events of s not yet delivered" in told
     assert shell.run("apply", "--broker", site.url) == 2
     site.write(f"{other}removed: {{late: {{drop: it is over}}}}\n")

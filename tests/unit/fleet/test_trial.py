@@ -86,6 +86,19 @@ def test_absent_fields_are_named(pipes: PipeFile) -> None:
     assert [one.stream for one in plain.absent] == ["s", "s", "s"]
 
 
+def test_different_events_of_one_id_are_named(pipes: PipeFile) -> None:
+    """Broken: the id names the thing that events are about, and receivers silently drop all events of a thing but its first."""
+    payloads = [b'{"nr": 7}', b'{"nr": 8}', b'{"nr": 7}', b'{"nr": 8, "state": "sold"}', b'{"nr": 8, "state": "gone"}']
+    events = [SampleEvent(f"f:{number}", "s", payload) for number, payload in enumerate(payloads, 1)]
+    events.append(SampleEvent("f:9", "u", b'{"nr": 7, "of": "another stream"}'))
+    sample = make_sample(events, pipes, IngestSettings().limits, NOW)
+    found = trial.sum_up("two", pipes.pipes["two"], sample.records, [], TrialResult())
+    assert found.as_json()["shared_ids"] == ["8"]
+    assert found.is_good
+    (note,) = [one for one in _warnings(found, pipes.pipes["two"]) if "same id" in one]
+    assert note.startswith("different events have the same id, and receivers drop all but the first as duplicates: 8. ")
+
+
 def test_fields_that_get_lost_are_named(pipes: PipeFile) -> None:
     """Broken: a person does not learn that receivers lack a field of the sample, or reads the names of a thousand fields."""
     lost = [UndeclaredField("s", f"f{number}", 2, 3) for number in range(10)] + [UndeclaredField("u", "a[].b", 1, 1)]

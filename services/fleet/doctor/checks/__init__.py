@@ -124,7 +124,12 @@ CHECKS = (
     Check("receivers-fail", "PenstockDestinationDown", receivers.find_failing, _OF_RECEIVER),
     Check("quota", "PenstockClientsRefused", events.find_quota),
     Check("throttled", "PenstockBrokerThrottles", broker.find_throttled, _OF_QUOTA),
-    Check("transform-poison", "PenstockTransformDeadLettersGrow", transforms.find_poison, _OF_TRANSFORM),
+    Check(
+        "transform-poison",
+        "PenstockTransformDeadLettersGrow",
+        transforms.find_poison,
+        _OF_TRANSFORM - {"transform-poison"},
+    ),
     Check("transform-down", "PenstockTransformNotUp", transforms.find_down, _OF_TRANSFORM),
     Check(
         "transform-stuck",

@@ -200,9 +200,16 @@ def find_unready(facts: Facts) -> Iterator[Finding]:
                 f"{one.name} {'starts and is not ready yet' if is_starting else 'is not ready'}: {one.reason}.",
                 [f"http://{one.address}/readyz", *_last_words(_lines_of_last_run(one)), *_log_of(one)],
                 f"tail -50 {one.log}" if one.log is not None else f"the log of {one.name}",
-                _parts(facts, one),
+                _parts(facts, one) | about(*_failing_pipes(facts, one)),
                 is_note=is_starting,
             )
+
+
+def _failing_pipes(facts: Facts, one: Instance) -> Iterator[str]:
+    """The pipes because of which it is not ready. What is wrong with one of them is no reason for a query that only starts."""
+    for pipe, problem in transforms.problems_of(facts, one):
+        if not problem.startswith(STARTING):
+            yield f"pipe {pipe}"
 
 
 def _is_starting(one: Instance) -> bool:

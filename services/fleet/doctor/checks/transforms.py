@@ -21,6 +21,9 @@ FAILED_S = 120.0
 MANY_FAILURES = 2
 OLD_REFRESHES, OLD_S = 5, 60.0
 """A table is too old after so many of its refreshes, and so many seconds more."""
+ENDED = "batch_begun_before_and_not_done"
+LATE = "late"
+"""The reason of a dead letter that was behind the watermark."""
 STARTING = "starting"
 """How /readyz begins to speak of a query that has not failed in this process yet."""
 
@@ -91,13 +94,18 @@ def _made_anew(facts: Facts, one: Checkpoint) -> float | None:
 
 
 def _problems(facts: Facts) -> Iterator[tuple[str, str]]:
-    """By pipe: why its query does not run, as the service says it (`pipe: reason; pipe: reason`)."""
-    known = facts.pipes.pipes if facts.pipes is not None else {}
+    """By pipe: why its query does not run, as the services say it."""
     for one in facts.of("transform"):
-        for part in one.reason.split("; "):
-            pipe, _, problem = part.partition(": ")
-            if pipe in known and problem:
-                yield pipe, problem
+        yield from problems_of(facts, one)
+
+
+def problems_of(facts: Facts, one: Instance) -> Iterator[tuple[str, str]]:
+    """By pipe: why a transform's query does not run, as its process says it (`pipe: reason; pipe: reason`)."""
+    known = facts.pipes.pipes if facts.pipes is not None else {}
+    for part in one.reason.split("; ") if one.service == "transform" else ():
+        pipe, _, problem = part.partition(": ")
+        if pipe in known and problem:
+            yield pipe, problem
 
 
 def _failures(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -109,29 +117,41 @@ def _failures(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def find_poison(facts: Facts) -> Iterator[Finding]:
-    """Events on which a transform fails, or ends its process: new dead letters of the transform, batches in parts."""
+    """Events on which a transform fails, or ends its process: new dead letters of the transform, batches in parts.
+
+    About the whole service only where a batch ended its process: a dead letter is an event that the transform got past.
+    """
     count: defaultdict[str, list[str]] = defaultdict(list)
+    ended: set[str] = set()
+    reasons: defaultdict[str, set[str]] = defaultdict(set)
     for one in facts.broker.letters:
         if one.node == "transform":
             example = f", e.g. {one.example}: {one.detail[:200]}" if one.detail else f", e.g. {one.example}"
             count[one.pipe].append(f"{format_count(one.count, 'new dead letter')} ({one.reason}{example})")
+            reasons[one.pipe].add(one.reason)
     for instance in facts.of("transform"):
         for line in instance.lines:
             if line.at > facts.now - 900 and _shows_poison(line):
-                count[str(line.fields.get("pipe", ""))].append(f"{instance.name}: {line.text[:300]}")
+                pipe = str(line.fields.get("pipe", ""))
+                count[pipe].append(f"{instance.name}: {line.text[:300]}")
+                reasons[pipe].add(line.event)
+                ended |= {pipe} if line.event == ENDED else set()
     for pipe, evidence in count.items():
         yield Finding(
-            f"The transform of {pipe or 'a pipe'} meets events that it cannot process.",
+            f"The transform of {pipe} meets events that are behind its watermark."
+            if reasons[pipe] == {LATE}
+            else f"The transform of {pipe or 'a pipe'} meets events that it cannot process.",
             evidence[-5:],
             f"penstock dead list --pipe {pipe} --since 15m" if pipe else "penstock dead list --since 15m",
-            about(f"pipe {pipe}", "transform", f"dead {pipe}/"),
+            about(f"pipe {pipe}", f"dead {pipe}/", *(["transform"] if pipe in ended or not pipe else [])),
+            is_past=True,
         )
 
 
 def _shows_poison(line: LogLine) -> bool:
     """A batch in parts, or one that ended two processes: a single end may have had any cause."""
     ended = line.fields.get("ended_processes")
-    again = line.event == "batch_begun_before_and_not_done" and isinstance(ended, int) and ended > 1
+    again = line.event == ENDED and isinstance(ended, int) and ended > 1
     return again or line.event == "batch_in_parts"
 
 

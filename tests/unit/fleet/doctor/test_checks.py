@@ -579,6 +579,32 @@ def test_poisoned_events() -> None:
     assert "large.dead:0:3" in found.causes[0].finding.evidence[0]
 
 
+def test_dead_letters_explain_nothing_elsewhere() -> None:
+    """Broken: an old dead letter is the first cause, and explains a process that was killed, and dead letters of other pipes."""
+    letters = tuple(
+        Letters(f"{pipe}.dead", pipe, "", "transform", reason, "1/0", 1, f"{pipe}.dead:0:3")
+        for pipe, reason in (("large", "transform_error"), ("per-city", "late"))
+    )
+
+    def start_again(facts: Facts) -> None:
+        one = instance(facts, "transform")
+        one.answer, one.reason, one.age, one.restarts, one.restarts_later = "not ready", "starting", 20.0, 1, 1
+        facts.broker.letters = letters
+
+    def wait(facts: Facts) -> None:
+        start_again(facts)
+        one = instance(facts, "transform")
+        one.reason = "large: starting"
+        one.lines = (LogLine(NOW - 600, "warning", "batch_in_parts", "batch_in_parts", {"pipe": "large"}),)
+
+    for change in (start_again, wait):
+        found = broken(change)
+        names = [cause.check.name for cause in found.causes]
+        assert names == ["processes-not-ready", "transform-poison", "transform-poison"]
+        assert not any(cause.symptoms for cause in found.causes)
+        assert found.causes[2].finding.what == "The transform of per-city meets events that are behind its watermark."
+
+
 def test_a_transform_that_reads_nothing() -> None:
     """Broken: a query that is up and stuck looks healthy."""
 
