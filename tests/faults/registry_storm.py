@@ -41,29 +41,38 @@ class Storm:
     async def run(self, registrations: int, kill_after: int) -> None:
         """Until so many were answered. A process is killed after up to twice `kill_after` answers, and another one begins."""
         async with asyncio.timeout(_DEADLINE_S), ClientSession() as session, asyncio.TaskGroup() as group:
+            clients = []
+            killers = []
             for index in range(REGISTRIES):
-                group.create_task(self._keep_killing(index, session, registrations, kill_after))
+                port, answers = free_port(), asyncio.Queue[None]()
+                clients.append(group.create_task(self._register(f"p{index}", port, session, answers)))
+                killers.append(group.create_task(self._keep_killing(port, answers, registrations, kill_after)))
+            await asyncio.wait(killers)
+            for client in clients:
+                client.cancel()
 
-    async def _keep_killing(self, index: int, session: ClientSession, registrations: int, kill_after: int) -> None:
-        port = free_port()
-        answers: asyncio.Queue[None] = asyncio.Queue()
-        client = asyncio.create_task(self._register(f"p{index}", port, session, answers))
-        try:
-            while len(self.acked) < registrations:
-                process = await self._start(port)
-                try:
-                    for _ in range(self._chance.randint(1, 2 * kill_after)):
-                        await answers.get()
-                        if len(self.acked) >= registrations:
-                            return
-                    await asyncio.sleep(self._chance.random() * 0.01)
-                    assert process.returncode is None, "a registry ended by itself"
-                    self.kills += 1
-                finally:
+    async def _keep_killing(self, port: int, answers: asyncio.Queue[None], registrations: int, kill_after: int) -> None:
+        while len(self.acked) < registrations:
+            process = await self._start(port)
+            ended = asyncio.create_task(process.wait())
+            used = asyncio.create_task(self._use(answers, self._chance.randint(1, 2 * kill_after), registrations))
+            try:
+                await asyncio.wait({ended, used}, return_when=asyncio.FIRST_COMPLETED)
+                assert not ended.done(), f"a registry ended by itself, with {process.returncode}"
+                await asyncio.sleep(self._chance.random() * 0.01)
+                self.kills += len(self.acked) < registrations
+            finally:
+                used.cancel()
+                if process.returncode is None:
                     process.kill()
-                    await process.wait()
-        finally:
-            client.cancel()
+                await ended
+
+    async def _use(self, answers: asyncio.Queue[None], count: int, registrations: int) -> None:
+        """Until this registry gave so many answers, or all gave enough."""
+        for _ in range(count):
+            await answers.get()
+            if len(self.acked) >= registrations:
+                return
 
     async def _start(self, port: int) -> asyncio.subprocess.Process:
         where = (
@@ -78,7 +87,7 @@ class Storm:
         )
         return await asyncio.create_subprocess_exec(sys.executable, "-m", "services.registry", *where)
 
-    async def _register(self, name: str, port: int, session: ClientSession, answers: "asyncio.Queue[None]") -> None:
+    async def _register(self, name: str, port: int, session: ClientSession, answers: asyncio.Queue[None]) -> None:
         number = 0
         while True:
             is_repeat = number > 0 and self._chance.random() < _REPEATS

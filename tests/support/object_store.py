@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import boto3
+from botocore.exceptions import BotoCoreError, ClientError
 
 from services.core.aws_emulator import CREDENTIALS, REGION
 from services.core.jvm.child import start_child, stop_child
@@ -82,7 +83,7 @@ class ObjectStoreServer:
     def _answers(self) -> bool:
         try:
             self.client().list_buckets()
-        except Exception:
+        except (BotoCoreError, ClientError):
             return False
         return True
 
