@@ -50,7 +50,7 @@ async def test_the_clock_of_each_lag_is_named(tmp_path: Path) -> None:
     text = console.export_text()
     assert "event age P50 P95 P99" in text
     assert "event age: from the event's own time; E2E lag: from its arrival at ingest" in text
-    assert "P50, P95 and P99 are of all events since the start" in text
+    assert "P50, P95 and P99 are of all events since the start" in " ".join(text.split())
     assert f"counts since {format_time(int(psutil.Process().create_time() * 1000))}; of a restarted process" in text
     assert "penstock loss show PIPE" in text
     assert "fails: its circuit breaker is open" not in text
