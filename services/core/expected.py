@@ -1,7 +1,7 @@
 """The services that a fleet needs, as a metric. Alerts compare them with the processes that answer.
 
 Under dynamic discovery a process that is gone has no target either, so only such a list shows that it is missing. The list
-follows from the pipe file and from the settings `ledger` and `schemas`. Each service shows the whole list: one service that is
+follows from the pipe file and from the settings `ledger` and `schemas`. Each service shows the whole list, so one service that is
 left is enough.
 """
 
@@ -11,7 +11,7 @@ from services.core.pipes import PipeFile, needs_retrier
 
 def show_expected(pipes: PipeFile, *, ledger: bool, registry: bool) -> None:
     """Set the metric. ledger: whether the services report, so that an observer must read. registry: whether the fleet has a
-    registry: the setting `schemas`, and true in a registry itself.
+    registry, by the setting `schemas`. A registry itself gives True.
 
     Later calls replace the list.
     """
@@ -23,9 +23,10 @@ def show_expected(pipes: PipeFile, *, ledger: bool, registry: bool) -> None:
 
 
 def list_expected(pipes: PipeFile, *, ledger: bool) -> list[tuple[str, str]]:
-    """Each service, and the pipe that an expel or a transform is for, else "": they may be divided between processes.
+    """The needed services as (service, pipe). Only expel and transform have a pipe, because their processes may divide the pipes;
+    else it is "".
 
-    Without the autoscaler: nothing says whether a fleet has one. Without the registry: `show_expected` adds it.
+    The autoscaler is not in the list: nothing says whether a fleet has one. `show_expected` adds the registry.
     """
     expected = [("ingest", "")]
     if pipes.removed:

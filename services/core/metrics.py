@@ -328,7 +328,7 @@ TRANSFORM_DEAD = Counter(
 TRANSFORM_LEFT_OUT = Counter(
     "penstock_transform_events_left_out",
     "Events that a reset to a time left out, by reason: before_time (stored, older than the time; it is not known whether they "
-    "were transformed before), gone (removed by retention; without a former position, some may have been transformed).",
+    "were transformed before), gone (removed by retention; if the former position is not known, some may have been transformed).",
     ["pipe", "reason"],
 )
 TRANSFORM_FAILURES = Counter("penstock_transform_query_failures", "Failures of the pipe's query.", ["pipe"])
@@ -587,8 +587,8 @@ REGISTRY_KEYS_FAILURES = Counter(
 
 FLEET_EXPECTED = Gauge(
     "penstock_fleet_expected",
-    "1 for each service that the fleet needs, by the pipe file and the settings ledger and schemas. A registry counts itself. "
-    "pipe: of expel and transform, the pipe that needs it; else empty.",
+    "1 for each service that the fleet needs, by the pipe file and the settings ledger and schemas. A registry adds itself. "
+    "pipe: for expel and transform, the pipe that needs them; else empty.",
     ["service", "pipe"],
 )
 SERVICE_READY = Gauge("penstock_service_ready", "1 while /readyz says that the process is ready, else 0.")

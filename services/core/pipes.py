@@ -95,9 +95,9 @@ class Stream(StrictModel):
     )
     id: Place | None = Field(
         None,
-        description="Payload field with the event id. It names one event, not the thing that the event is about: a second event "
-        "with the same id is a duplicate, which receivers drop. Without this key in the pipe file, or without the field in the "
-        "event: CloudEvents id, else a new UUIDv7. Only for events that clients send: those of another pipe keep their id. "
+        description="Payload field with the event id. An id names one event, not the thing that the event is about: a second "
+        "event with the same id is a duplicate, which receivers drop. Without this key in the pipe file, or without the field in "
+        "the event: CloudEvents id, else a new UUIDv7. Only for events that clients send: those of another pipe keep their id. "
         "With `topic` a header is possible, too: `{header: NAME}`. Without a value there the id is TOPIC-PARTITION-OFFSET.",
         examples=["meta.id"],
     )

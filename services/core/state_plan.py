@@ -169,7 +169,7 @@ def _show(before: Sequence[str], now: Sequence[str], part: str) -> tuple[str, st
 
 
 def _show_text(text: str) -> str:
-    """A description without digests, and with intervals as durations. The description itself stays: checkpoints have it."""
+    """The description for a person: without digests, with intervals as durations. Checkpoints keep the description unchanged."""
     return _INTERVAL.sub(lambda found: f"interval {format_duration(int(found[1]) / 1000)}", _DIGEST.sub("", text))
 
 

@@ -229,10 +229,8 @@ class _Walk:
         ours, theirs = reader.logical, writer.logical
         new, old = (reader, writer) if self._new_reads else (writer, reader)
         if new.logical is None and old.logical is not None and isinstance(new.properties.get("logicalType"), str):
-            message = (
-                f"The new logical type does not fit {new.type}, its precision or its scale, so readers ignore it. "
-            )
-            message += f"The values were {old.logical.name}."
+            message = f"The new logical type does not fit the type {new.type}, or its precision or scale is not valid. "
+            message += f"So readers ignore it. The earlier values are {old.logical.name}."
             self._add("LOGICAL_TYPE_CHANGED", place.site, place, reader, writer, message)
         if ours is None or theirs is None or ours == theirs:
             return

@@ -136,10 +136,10 @@ RULES: Final[dict[str, Rule]] = {
         Rule(
             "LOGICAL_TYPE_CHANGED",
             Category.LOGICAL,
-            "The reader's logical type is another one than the writer's, or the new version's does not fit its type.",
-            "The bytes are read, and mean something else: milliseconds read as microseconds are times in 1970. A logical type "
-            "that does not fit (a decimal with precision 9 and scale 12) is ignored, and the values are plain bytes. Avro's "
-            "check does not look at logical types.",
+            "The reader and the writer have different logical types, or the new version has one that does not fit.",
+            "The bytes are read, and mean something else: milliseconds read as microseconds are times in 1970. Readers ignore a "
+            "logical type that does not fit (a decimal with precision 9 and scale 12), and give plain bytes. Avro's check does "
+            "not look at logical types.",
             "The earlier type is put back. For another unit add a field with a new name.",
             _record('{"name": "at", "type": {"type": "long", "logicalType": "timestamp-millis"}}'),
             _record('{"name": "at", "type": {"type": "long", "logicalType": "timestamp-micros"}}'),

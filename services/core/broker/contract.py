@@ -203,7 +203,7 @@ class Reader(Protocol):
         """The records from `offset` on, in order, as `poll` returns them; None at the end.
 
         Gives at least one record, at most `max_records`, and at most `MAX_POLL_BYTES`. Raises UnknownTopic (also for an unknown
-        partition), OffsetOutOfRange, DataDamaged, Unavailable; damage may come as a `Batch` with `damage`, as in `poll`.
+        partition), OffsetOutOfRange, DataDamaged, Unavailable. A `Batch` with `damage` may report damage instead, as in `poll`.
         """
 
 
