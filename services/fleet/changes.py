@@ -81,17 +81,17 @@ class Changes:
                 str(path),
                 f"removed.{pipe}",
                 f"{left}.\n"
-                "  This file no longer has the pipe, and does not say what becomes of this.\n"
+                "  This file no longer has the pipe, and does not say what becomes of its dead letters and state.\n"
                 "  Try: put the pipe back.\n"
                 "  Or, if it is gone or has another name now, add these lines with your reason (beside `pipes`, or to `removed` "
                 "if the file has it):\n"
                 "    removed:\n"
                 f"      {pipe}: {{drop: WHY}}\n"
-                "  Its dead letters and its transform's state then stay where they are. Later, penstock dead redrive --pipe "
+                "  Then its dead letters and its transform's state stay where they are. Later, penstock dead redrive --pipe "
                 f"{pipe}\n"
                 "  with --to PIPE/DESTINATION or --to-stream sends its dead letters. Events that still wait for its destinations "
-                "are dropped;\n"
-                "  with {bury: WHY} instead of {drop: WHY} they become dead letters.",
+                "are dropped.\n"
+                "  With {bury: WHY} instead of {drop: WHY} these events become dead letters.",
             )
             for pipe, left in self.abandoned.items()
         ]
@@ -362,8 +362,8 @@ def _compare_transform(name: str, pipe: Pipe, data: Path | None) -> list[Change]
         "did not record which transform it belongs to. So only the transform service can compare, at its start: it goes on "
         "with that state, or it refuses to start and leaves the state as it is. After a refusal, try: the former transform, "
         f"which goes on; this one in a pipe of another name, which reads its sources from their start, with `removed: {{{name}: "
-        f"{{drop: WHY}}}}` for this name; or penstock group reset {name} --to-earliest, which gives that state up. With both, "
-        "all results come again, and receivers drop those whose ids they know: give them other ids"
+        f"{{drop: WHY}}}}` for this name; or penstock group reset {name} --to-earliest, which gives that state up. In the last "
+        "two cases all results come again, and receivers drop results whose ids they know: give new results other ids"
     )
     return [Change("transform", name, words)]
 

@@ -258,7 +258,7 @@ class _Text:
             except json.JSONDecodeError as error:
                 if len(self.buffer) - self.at > MAX_EVENT_BYTES:
                     raise BadInput(f"event {position} is larger than {MAX_EVENT_BYTES} bytes, or broken") from error
-                place = error.pos - self.at  # `_more` drops what stands before
+                place = error.pos - self.at  # `_more` drops the text before `at`
                 if not self._more():
                     self._check()
                     line = self._lines + self.buffer.count("\n", 0, self.at + place)

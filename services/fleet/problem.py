@@ -38,7 +38,7 @@ def unknown_name(
 
 
 def why_no_answer(error: Exception) -> str:
-    """The reason why an HTTP request has no answer, for a person. aiohttp's own text speaks of TLS also where there is none."""
+    """The reason why an HTTP request has no answer, for a person. aiohttp's own text names TLS also if the request uses none."""
     if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
         place = f"{error.host}:{error.port}"
         refused = isinstance(error.os_error, ConnectionRefusedError)

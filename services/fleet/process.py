@@ -204,7 +204,7 @@ class ServiceProcess:
         ended, hurried = asyncio.ensure_future(process.wait()), asyncio.ensure_future(hurry.wait())
         try:
             await asyncio.wait({ended, hurried}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            # -SIGTERM: it had not begun, because SIGTERM is handled first
+            # -SIGTERM: the process had not begun its work, because a process first of all sets its handler of SIGTERM
             drained = ended.done() and process.returncode in (0, -signal.SIGTERM)
         finally:
             ended.cancel()

@@ -60,9 +60,9 @@ async def summarise(reading: StatusReading, pipes: PipeFile) -> dict[str, Any]:
 
     Counters are of the processes that run now: they count from `since`, the start of the fleet (null: unknown), or from the
     process's restart. `lag_ms` is the age of the oldest event that is not settled, by its own time.
-    Lags in ms, of all events since then; rates in events per second, since the reading before. `lag_out_ms` and `event_lag_ms`
-    count from the event's own time, `e2e_lag_ms` from its arrival at ingest. Old events that are sent now have a large age and a
-    small E2E lag.
+    Lags are in ms, of all events since that start. Rates are in events per second, since the reading before. `lag_out_ms` and
+    `event_lag_ms` count from the event's own time, `e2e_lag_ms` from its arrival at ingest. Old events that are sent now have a
+    large age and a small E2E lag.
     """
     async with _opened(reading.state.broker, pipes) as broker:
         pauses = await _read_pauses(broker, pipes)

@@ -17,7 +17,8 @@ _FAR_MS = 10_000
 """A table that is further behind answers with 503, unless its setting `behind` says otherwise."""
 _CLOCKS = (
     "event age: from the event's own time; E2E lag: from its arrival at ingest. P50, P95 and P99 are of all events since the\n"
-    "start of the processes, so a delay of the last minutes hardly shows. By minute: GET /v1/pipes/PIPE/lag of the observer"
+    "start of the processes, so a delay of the last minutes hardly changes them. The observer has them by minute:\n"
+    "GET /v1/pipes/PIPE/lag"
 )
 _BEHIND = (
     "behind: the number of events from the first unsettled one on, and the age of that one. For a destination behind a\n"

@@ -1,6 +1,6 @@
 """Resets a transform. Spark keeps its position in a checkpoint, in the data folder. Without the checkpoint, the transform reads
 its sources from the oldest event again, and writes as a new writer. After a reset to a time, the mark has the offset of that time
-in each partition. The transform begins there, or at the position of the former checkpoint if that comes first
+in each partition. The transform begins at this offset, or at the position of the former checkpoint if that comes first
 (`spark/jobs/restart.py`).
 
 The audit is written first, then the mark that the transform has begun is taken back, then the checkpoint gets another name: after
@@ -38,8 +38,8 @@ class Restart:
     """moves: one for each partition, with the events from the new beginning to the end. since: the time of a reset to a time.
     begins: the offsets of that time, for the mark.
 
-    older: the number of stored events before these offsets. Where the former position is known, the transform also reads those of
-    them that it has not read before. So more events may be transformed than the moves count.
+    older: the number of stored events before these offsets. If the former position is known, the transform also reads the older
+    events that it has not read yet. So it may transform more events than the moves count.
     """
 
     moves: list[Move]
@@ -95,8 +95,8 @@ def time_text(since: datetime) -> str:
 
 
 def no_checkpoint(place: str, *, looked: bool) -> CommandFailed:
-    """The error to raise when there is nothing to reset. place: where the checkpoint would be. looked: whether the command looked
-    there; it looks in no object store."""
+    """The error to raise when there is nothing to reset. place: the folder of the checkpoint, if there were one. looked: whether
+    the command looked into this folder; it does not look into an object store."""
     return CommandFailed(
         f"{f'there is no checkpoint in {place}' if looked else f'{place} was not looked at'}, and the transform has not begun on "
         "this broker",
@@ -106,9 +106,9 @@ def no_checkpoint(place: str, *, looked: bool) -> CommandFailed:
 
 @contextmanager
 def hold_checkpoint(folder: Path | None) -> Iterator[bool]:
-    """Keep the transform from starting. Gives whether the folder holds a checkpoint. A lock and claims are none: a transform
-    that was refused leaves them. Without the folder, nothing keeps the transform from starting. None: the checkpoints are in an
-    object store. Blocking. Raises CommandFailed while the transform runs.
+    """Keep the transform from starting. Gives whether the folder holds a checkpoint. A lock and claims alone are no checkpoint: a
+    transform that was refused leaves them. If there is no folder, nothing keeps the transform from starting. folder: None if the
+    checkpoints are in an object store. Blocking. Raises CommandFailed while the transform runs.
     """
     if folder is None or (lock := _open_lock(folder)) is None:
         yield False
@@ -141,16 +141,17 @@ def _open_lock(folder: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Former:
-    """The checkpoint with the position of the transform before this reset. name: the name of its folder after the reset; "":
-    there is none. path: where it is now; None: not on this machine."""
+    """The checkpoint with the position of the transform before this reset. name: the name of its folder after the reset; "" if
+    there is no such checkpoint. path: the folder now; None if it is not on this machine."""
 
     name: str = ""
     path: Path | None = None
 
 
 def find_former(folder: Path | None, aside: Path | None, mark: TransformMark | None, *, gives_up: bool) -> Former:
-    """The checkpoint in the folder, else that of an earlier reset, by its mark. folder: as of `hold_checkpoint`. aside: the name
-    that the folder will get. gives_up: the position does not count, so a checkpoint that is not here is forgotten. Blocking.
+    """The checkpoint in the folder; else the former checkpoint that the mark names, from an earlier reset. folder: as in
+    `hold_checkpoint`. aside: the path that the folder will get. gives_up: the position is not needed, so a checkpoint that is not
+    here is forgotten. Blocking.
     """
     if folder is not None and aside is not None and (folder / _IDENTITY).exists():
         return Former(aside.name, folder)

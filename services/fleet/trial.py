@@ -256,7 +256,7 @@ def sum_up(
 
 
 def _find_shared(records: Sequence[SampleRecord]) -> list[str]:
-    """The ids that different events of one stream have: an id that names the thing an event is about."""
+    """The ids that several different events of one stream have. Such an id may name the thing that these events are about."""
     payloads: dict[tuple[str, str], bytes | None] = {}
     found: dict[str, None] = {}
     for one in records:

@@ -26,7 +26,7 @@ from services.observer.planned import MAX_LENGTH_MS, Kind, NoSuchWindow, TooMany
 MAX_MINUTES = 24 * 60
 DEFAULT_MINUTES = 60
 _NAMED = 30
-"""The most names in an answer."""
+"""The most pipes that an answer names."""
 
 
 class Announcement(msgspec.Struct, forbid_unknown_fields=True):
@@ -194,7 +194,7 @@ class LedgerApi:
         if pipe not in self._follower.table.flow.pipes:
             known = sorted(self._follower.table.flow.pipes)
             more = f" and {len(known) - _NAMED} more: GET /v1/pipes" if len(known) > _NAMED else ""
-            raise Refused(problems.PIPE_NOT_FOUND, f"Its pipes: {', '.join(known[:_NAMED])}{more}.")
+            raise Refused(problems.PIPE_NOT_FOUND, f"The pipe file has these pipes: {', '.join(known[:_NAMED])}{more}.")
         return pipe
 
     def _how_complete(self) -> dict[str, object]:

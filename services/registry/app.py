@@ -40,7 +40,8 @@ async def start(settings: RegistrySettings, supervision: Supervision) -> None:
     pipes = await asyncio.to_thread(load_pipes, settings.pipes)
     show_expected(pipes, ledger=settings.ledger, registry=True)  # of two, the one that is left says so
     if not settings.schemas:
-        hint = "if it is false in all services, the alert ends a day after the last registry. Try: PENSTOCK_SCHEMAS=true for all"
+        hint = "if it is false in all services, PenstockComponentDown ends a day after the last registry has gone. "
+        hint += "Try: PENSTOCK_SCHEMAS=true for all services"
         log.warning("setting_schemas_is_false", hint=hint)
     loopback = is_loopback(parse_address(settings.listen)[0])
     access = Access(frozenset(settings.names.split(",")) - {""}, loopback=loopback)

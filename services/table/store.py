@@ -133,8 +133,8 @@ class Store:
     def end_read_transaction(self, *, allow_next: bool) -> None:
         """End the transaction of point reads, if one is open. allow_next: whether the next point read may begin another one.
 
-        Point reads share a transaction, because its begin and end take longer than a warm read. While rows are written there must
-        be none: it would not see the new rows, and would keep SQLite from emptying its WAL.
+        Point reads share a transaction, because to begin and end one takes longer than a warm read. While rows are written there
+        must be no such transaction: it would hide the new rows, and would keep SQLite from emptying its WAL.
         """
         if self._reader.in_transaction:
             self._reader.execute("COMMIT")

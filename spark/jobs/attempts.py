@@ -118,7 +118,7 @@ class Attempts:
                 pipe=checkpoint.path.rpartition("/")[2],
                 batch=pending,
                 ended_processes=self.ended,
-                hint="the process that began the batch ended before it was done. The batch is done again",
+                hint="the process that began the batch ended before the batch was done. The batch is done again",
             )
 
     def _count(self, found: Attempt) -> None:

@@ -161,7 +161,7 @@ def write_dead_letters(
     examples = [  # a payload's value is in the dead letter, not in the log
         normalise(item.detail) if item.reason == SCHEMA_MISMATCH else item.detail for item in found[:3]
     ]
-    hint = f"Try: penstock dead list --pipe {query.pipe}, which has the payloads and all values"
+    hint = f"Try: penstock dead list --pipe {query.pipe}, which has the values; penstock dead show POSITION has the payload"
     log.warning(
         "dead_letters_written", pipe=query.pipe, events=len(found), reasons=dict(reasons), examples=examples, hint=hint
     )

@@ -1,12 +1,12 @@
-"""Decides where a transform begins that was reset to a time.
+"""Decides where a transform begins after it was reset to a time.
 
 The reset left the offsets of that time in the transform's mark. If the position of the former checkpoint in a partition comes
-first, the transform begins there, so it passes over no event that it has not read. The position is not known without a former
-checkpoint, and in a topic that was created again. There the transform begins at the time, and leaves out the stored events before
-it. It logs and counts them, and events that retention has removed.
+first, the transform begins at this position, so it passes over no event that it has not read. The position is not known without a
+former checkpoint, and in a topic that was created again. Then the transform begins at the time, and leaves out older stored
+events. It logs and counts these events, and events that retention has removed.
 
-The beginning is noted for each partition, also where it is the oldest record. Otherwise retention could remove records between
-the start and the first batch, and nobody would notice.
+The beginning is noted for each partition, also if it is the oldest record. Otherwise retention could remove records between the
+start and the first batch, and nobody would notice.
 """
 
 from collections import Counter
@@ -29,8 +29,8 @@ from spark.records import Offsets
 log = structlog.get_logger()
 
 _LEFT_OUT = {
-    "before_time": "these stored events are older than the time; nobody knows whether they were transformed before",
-    "gone": "retention removed these events; without a former position, some may have been transformed before",
+    "before_time": "these stored events are older than the time; it is not known whether they were transformed before",
+    "gone": "retention removed these events; if the former position is not known, some may have been transformed before",
 }
 
 
@@ -132,7 +132,7 @@ def _position(
     if before is None:
         raise CheckpointDamaged(
             f"{former.path}, the former checkpoint of {identity.pipe}, is gone. {identity.pipe} needs its position, in order to "
-            f"pass over no event. Try: moving it back; or {again}"
+            f"pass over no event. Try: moving the checkpoint back; or {again}"
         )
     if before.pipe != identity.pipe:
         raise CheckpointDamaged(
@@ -147,8 +147,8 @@ def _position(
 
 
 def _settled(before: Identity, former: Checkpoint, broker: SparkBroker, *, ledger: bool) -> Offsets:
-    """The position up to which everything is done: the events are committed. In a streaming plan, reports and bad records follow
-    the commit, so they must be done, too."""
+    """The position up to which everything is done. The events before it are committed. In a streaming plan, reports and bad
+    records follow the commit, so these must be done, too."""
     done = former.committed_offsets(broker.parse_offsets)
     mode = former.read_note(MODE_FILE, str) or ("micro-batch" if before.kind == PER_BATCH else "")
     if mode == "micro-batch":

@@ -12,8 +12,8 @@ class Finding:
     """what: one sentence for a person. evidence: figures, paths and lines. first: the first thing to do, a command where there is
     one. about: the parts that it concerns, as in `about`; empty: the whole fleet. runbook: in place of that of its check.
 
-    is_note: not a fault. It may explain a symptom, and changes no exit status. is_past: something that happened, which need not
-    have to do with what is wrong now.
+    is_note: not a fault. It may explain a symptom, and changes no exit status. is_past: it happened before, and may have nothing
+    to do with the present faults.
     """
 
     what: str
@@ -94,7 +94,7 @@ class Diagnosis:
 def diagnose(facts: Facts, checks: Sequence[Check]) -> Diagnosis:
     """Run the checks and order their findings. checks: in causal order: a cause before its consequences.
 
-    What has happened comes after what is wrong now, unless it explains some of that. A check that fails is named under
+    A finding about the past comes after the present faults, unless it explains one of them. A check that fails is named under
     `unknown`. The others run.
     """
     unknown = [f"{look}: {why}" for look, why in facts.unknown.items()]
@@ -128,6 +128,7 @@ def _explains(cause: Cause, one: Cause) -> bool:
 
 
 def _pipes_of(parts: frozenset[str]) -> frozenset[str]:
-    """The pipes, also those of lanes. Findings of different pipes have their service in common, and nothing else."""
+    """The pipes among these parts, also those of lanes. Two findings about different pipes share only their service, so neither
+    explains the other."""
     named = {part.removeprefix("pipe ") for part in parts if part.startswith("pipe ")}
     return frozenset(named | {part.partition("/")[0] for part in parts if "/" in part and " " not in part})

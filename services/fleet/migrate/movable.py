@@ -1,4 +1,4 @@
-"""Which streams may be moved, by the pipe file as it is at that moment."""
+"""Decides whether a stream may be moved, by the present pipe file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,25 +8,25 @@ from services.core.pipes import PipeFile, load_pipes
 from services.fleet.problem import CommandFailed, unknown_name
 
 LoadPipes = Callable[[str | None], PipeFile]
-"""Loads the pipe file as it is now, and checks it for a move to this broker (`check_movable`). Blocking. Raises BadConfiguration,
+"""Loads the present pipe file, and checks it for a move to this broker (`check_movable`). Blocking. Raises BadConfiguration,
 CommandFailed."""
 
 
 def load_movable(path: Path, stream: str, url: str, to: str | None) -> PipeFile:
-    """As `LoadPipes`, of this file. The other arguments are those of `check_movable`."""
+    """Do as `LoadPipes` does, with this file. The other arguments are those of `check_movable`."""
     pipes = load_pipes(path)
     check_movable(pipes, stream, to, url)
     return pipes
 
 
 def check_movable(pipes: PipeFile, stream: str, to: str | None, url: str) -> None:
-    """Raises CommandFailed when this stream can never be moved, or not to that broker. url: of the fleet's own broker. to: None
-    when the command only shows or ends a move: then the kind of the stream does not matter."""
+    """Raises CommandFailed when this stream cannot be moved at all, or not to that broker. url: of the fleet's own broker. to:
+    None when the command only shows or ends a move. Then the kind of the stream does not matter."""
     if stream not in pipes.streams:
         raise unknown_name(f"the pipe file has no stream {stream}", stream, pipes.streams)
     if not pipes.brokers:
         raise CommandFailed(
-            "the pipe file names no other broker", "brokers: {NAME: URL} in it, and penstock up", status=2
+            "the pipe file names no other broker", "brokers: {NAME: URL} in the pipe file, and penstock up", status=2
         )
     if to is None:
         return
@@ -37,7 +37,7 @@ def check_movable(pipes: PipeFile, stream: str, to: str | None, url: str) -> Non
     for name in (pipes.streams[stream].home, to):
         if urls[name].startswith("kinesis:"):
             raise CommandFailed(
-                f"broker {name} is Kinesis: its offsets do not count records, so a copy cannot have the same",
+                f"broker {name} is Kinesis: its offsets do not count records, so a copy cannot have the same offsets",
                 "a pipe that copies the stream into one on the other broker",
                 status=2,
             )
@@ -48,13 +48,13 @@ def check_movable(pipes: PipeFile, stream: str, to: str | None, url: str) -> Non
     if pipes.streams[stream].compact:
         raise CommandFailed(
             f"{stream} is compacted: its offsets have gaps where events were removed, and a copy has none",
-            "a pipe that copies it into a compacted stream on the other broker",
+            "a pipe that copies the stream into a compacted one on the other broker",
             status=2,
         )
     readers = [name for name, pipe in pipes.pipes.items() if pipe.transform is not None and stream in pipe.sources]
     if readers:
         raise CommandFailed(
             f"the transform of {readers[0]} reads {stream}, and its position is in its checkpoint, which knows one broker",
-            "a pipe without a transform that copies it into a stream on the other broker",
+            "a pipe without a transform that copies the stream into one on the other broker",
             status=2,
         )

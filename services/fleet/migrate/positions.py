@@ -18,20 +18,20 @@ _HOW = "as in 'When a partition stops' in docs/operating.md, then the same comma
 
 
 class GroupPositions:
-    """newest: gives the pipe file as it is now, or raises CommandFailed. named: opens a broker of the fleet. All methods use the
-    newest file, raise BrokerError kinds, and may be repeated."""
+    """newest: gives the present pipe file, or raises CommandFailed. named: opens a broker of the fleet. All methods use the
+    present file, raise BrokerError kinds, and may be repeated."""
 
     def __init__(
         self, stream: str, newest: Callable[[], Awaitable[PipeFile]], named: Callable[[str], Awaitable[Broker]]
     ) -> None:
         self._stream, self._newest, self._named = stream, newest, named
         self._groups: dict[str, bool] = {}
-        """All that may have a position in the stream, and whether the pipe file has its destination. About a gap of a former name
-        no operator can decide any more."""
+        """All groups that may have a position in the stream; True if the pipe file has the group's destination. For a former name
+        no operator can decide about a gap any more."""
 
     async def _load_groups(self) -> None:
-        """A destination that the file has lost since the last call counts as a former name, whatever the file says about its
-        events: its lane runs until the next start of the fleet."""
+        """Find the groups by the present file. A destination that the file had at an earlier call, and no longer has, counts as a
+        former name, whatever the file says about its events: its lane runs until the next start of the fleet."""
         pipes = await self._newest()
         known, former = _groups_of(lanes_of(pipes)), _groups_of(removed_lanes(pipes).keys())
         self._groups = {group: group in known for group in sorted(known | former | self._groups.keys())}
@@ -56,15 +56,16 @@ class GroupPositions:
             if time.monotonic() > deadline:
                 raise CommandFailed(
                     f"members of {', '.join(still)} still read {self._stream} on {home.readers} after {LEAVE_S:.0f} s. "
-                    "Until they have left, nothing of it is delivered",
-                    "a restart of each expel of another version, or whose pipe file has no `brokers`; then the "
+                    f"Until they have left, no event of {self._stream} is delivered",
+                    "a restart of each expel that has another version, or a pipe file without `brokers`; then the "
                     "same command",
                 )
             await asyncio.sleep(_AGAIN_S)
 
     async def move(self, home: Home) -> int:
         """Set each group to its position in the copy. Gives the number of groups. Raises Unavailable while a group has members
-        that read other streams there, and when members of a destination that the file has since `wait_until_left` read here."""
+        that read other streams on the new broker. Raises it also while members of a destination that was added to the file after
+        `wait_until_left` read on the former one."""
         await self._load_groups()
         source, target = await self._named(home.readers), await self._named(home.to)
         if still := await self._with_members(source):

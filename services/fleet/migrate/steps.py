@@ -31,7 +31,7 @@ _PATIENCE_S = 60.0
 _MOST_TURNS = 20
 """At the hand-over, each of a second or more."""
 FILE_S = 3.0
-"""How long a pipe file may be unusable in the middle of a move: somebody is saving it."""
+"""The time for which a pipe file may be unusable during a move: somebody may be saving it."""
 
 Show = Callable[[str, int, int], None]
 """Called with the step, and the number of events that are done, of how many."""
@@ -67,8 +67,8 @@ class Result(NamedTuple):
 
 
 class Migration:
-    """Of one stream. load: as `LoadPipes`; a copy takes hours, and the pipe file changes meanwhile. by: who does it. show: the
-    progress. before: called before each step and behind each record, for tests."""
+    """The migration of one stream. load: as `LoadPipes`; a copy may take hours, and the pipe file may change in this time. by:
+    the user. show: the progress. before: called before each step and behind each record, for tests."""
 
     def __init__(
         self,
@@ -221,21 +221,22 @@ class Migration:
         return await self._fleet.brokers.named(name)
 
     async def _newest_pipes(self) -> PipeFile:
-        """As `_load_pipes`, for the migration that is under way. A stream that is handed over cannot stay any more."""
+        """Do as `_load_pipes` does, for the present migration. After the hand-over the stream must move, so its kind is no longer
+        checked."""
         return await self._load_pipes(self.home.to if self.home.state == "copying" else None)
 
     async def _load_pipes(self, to: str | None) -> PipeFile:
-        """The pipe file as it is now. Raises CommandFailed when it is invalid, or says that the stream is not moved to `to`, for
-        longer than FILE_S. Nothing was done then, and the same command goes on."""
+        """The present pipe file. Raises CommandFailed when for longer than FILE_S the file is invalid, or forbids the move to
+        `to`. Then no step was done, and the same command goes on."""
         deadline = time.monotonic() + FILE_S
         while True:
             try:
                 return await asyncio.to_thread(self._load, to)
             except (BadConfiguration, CommandFailed) as error:
                 if time.monotonic() > deadline:
-                    text = f"the pipe file has changed, and {self._stream} cannot be moved with it now: {error}"
+                    text = f"the pipe file has changed, and {self._stream} cannot be moved with this file: {error}"
                     if self.home.state == "written":
-                        text += f". Until it can, nothing of {self._stream} is delivered"
+                        text += f". Until the move is finished, no event of {self._stream} is delivered"
                     remedy = error.remedy if isinstance(error, CommandFailed) else "penstock check"
                     raise CommandFailed(text, f"{remedy}; then the same command, which goes on", status=2) from error
             await asyncio.sleep(_AGAIN_S)

@@ -192,8 +192,8 @@ def reset(
     events (PIPE.retry, PIPE.parked; of penstock/retrier: penstock.retry-in, penstock.delay-*) are moved only where
     --to-offset names their topic. The audit names the events (penstock dead audit).
 
-    PIPE lets the pipe's transform begin again. The command renames its checkpoint. It also works without the checkpoint, when
-    that is lost or on another machine. --to needs a transform that treats each event by itself, and a broker other than Kinesis.
+    PIPE lets the pipe's transform begin again. The command renames the transform's checkpoint. It also works when the checkpoint
+    is lost or on another machine. --to needs a transform that treats each event by itself, and a broker other than Kinesis.
     """
     file, url = load_pipes(find_pipes(pipes, data)), find_broker(broker, data)
     if (

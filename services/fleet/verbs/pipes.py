@@ -45,7 +45,7 @@ streams:
   orders:
     partitions: 4        # more partitions, more parallel work; keys keep their order within one
     retention: 7d        # every duration carries its unit: ms, s, m, h, d
-    id: id               # payload field with the id of the event, not of its customer or device; without one each gets a new id
+    id: id               # payload field with the event's id, not its customer's or device's; without the field: a new id
     key: customer        # payload field with the ordering key
     time: time           # payload field with the event time (RFC 3339, or a number of s or ms)
     # For transforms: the fields of the payload as columns, in Spark's DDL. A field that an event lacks is null. With NOT NULL

@@ -139,7 +139,7 @@ def diff(
     Status 0 when the level allows the change, 1 when it does not, 2 when a file is wrong.
     """
     if level.upper() not in (Level.BACKWARD, Level.FORWARD, Level.FULL):
-        raise CommandFailed(f"{level} is not a level of compatibility", "--level BACKWARD, FORWARD or FULL", status=2)
+        raise CommandFailed(f"diff cannot check the level {level}", "--level BACKWARD, FORWARD or FULL", status=2)
     body = {"from": _side(old), "to": _side(new), "level": level.upper()}
     target = _target(registry, key_file, data)
     _, answer = uvloop.run(ask(target, "POST", "/v1/diff", body))

@@ -55,7 +55,7 @@ def restart_transform(
         if not yes:
             print_note(
                 "Results come again with the same ids. So a receiver that drops duplicates drops them, also where they differ. "
-                "If a receiver must get them, give them other ids in the transform.",
+                "If a receiver must get the new results, give them other ids in the transform.",
                 "yellow",
             )
             confirm(f"{pipe}: {events} will be transformed again, and the results delivered again. Go on?")
@@ -117,7 +117,7 @@ def _describe(restart: Restart, since: datetime, former: Former) -> str:
         return (
             f"{begin}, or at the position of its former checkpoint, if that comes first. Keep the folder {former.name} until the "
             f"transform has begun.{away} Of {older}, it leaves out those that it has transformed. In a topic that was created "
-            "again since then, it leaves out all of them, and its log counts them (events_left_out)."
+            "again since then, it leaves out all older events, and its log counts them (events_left_out)."
         )
     return (
         f"{begin}. Its former checkpoint is not here, so it leaves out {older}, also events that it never transformed. The loss "

@@ -252,7 +252,7 @@ async def test_a_pipe_file_that_cannot_be_used_ends_the_command_without_half_a_s
             await Migration(broker, places, load, STREAM, "test", before=edit).run("second")
         assert message in refused.value.what
         assert "the same command, which goes on" in refused.value.remedy
-        assert ("nothing of orders is delivered" in refused.value.what) == (state == "written")
+        assert ("no event of orders is delivered" in refused.value.what) == (state == "written")
         assert places.home(STREAM).state == state
         second = await broker.brokers.named("second")
         assert await second.admin.positions(GROUP, STREAM) == {}

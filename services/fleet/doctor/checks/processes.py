@@ -206,7 +206,7 @@ def find_unready(facts: Facts) -> Iterator[Finding]:
 
 
 def _failing_pipes(facts: Facts, one: Instance) -> Iterator[str]:
-    """The pipes because of which it is not ready. What is wrong with one of them is no reason for a query that only starts."""
+    """The pipes that keep this process from being ready, without pipes whose query only starts: their faults do not matter."""
     for pipe, problem in transforms.problems_of(facts, one):
         if not problem.startswith(STARTING):
             yield f"pipe {pipe}"

@@ -22,6 +22,7 @@ MANY_FAILURES = 2
 OLD_REFRESHES, OLD_S = 5, 60.0
 """A table is too old after so many of its refreshes, and so many seconds more."""
 ENDED = "batch_begun_before_and_not_done"
+"""The log event of a batch whose process ended before the batch was done."""
 LATE = "late"
 """The reason of a dead letter that was behind the watermark."""
 STARTING = "starting"
@@ -94,13 +95,13 @@ def _made_anew(facts: Facts, one: Checkpoint) -> float | None:
 
 
 def _problems(facts: Facts) -> Iterator[tuple[str, str]]:
-    """By pipe: why its query does not run, as the services say it."""
+    """By pipe: the reason why its query does not run, as the services give it."""
     for one in facts.of("transform"):
         yield from problems_of(facts, one)
 
 
 def problems_of(facts: Facts, one: Instance) -> Iterator[tuple[str, str]]:
-    """By pipe: why a transform's query does not run, as its process says it (`pipe: reason; pipe: reason`)."""
+    """By pipe: the reason why its query does not run, as this transform process gives it (`pipe: reason; pipe: reason`)."""
     known = facts.pipes.pipes if facts.pipes is not None else {}
     for part in one.reason.split("; ") if one.service == "transform" else ():
         pipe, _, problem = part.partition(": ")
@@ -117,9 +118,9 @@ def _failures(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def find_poison(facts: Facts) -> Iterator[Finding]:
-    """Events on which a transform fails, or ends its process: new dead letters of the transform, batches in parts.
+    """Events on which a transform fails, or which end its process: new dead letters of the transform, batches in parts.
 
-    About the whole service only where a batch ended its process: a dead letter is an event that the transform got past.
+    A finding is about the whole service only if a batch ended the process. After a dead letter the transform continues.
     """
     count: defaultdict[str, list[str]] = defaultdict(list)
     ended: set[str] = set()

@@ -75,8 +75,8 @@ async def look_at_broker(facts: Facts) -> None:
 def _log_problem(root: Path, pipes: PipeFile | None) -> str | None:
     """The reason why the folder of the embedded log cannot be read; None when it can. Blocking.
 
-    A command that deletes a topic removes its file and its high-water marks. Then the topic is missing, and the folder is in
-    order. If the marks are left, or if no topic at all has a file, files were lost.
+    A command that deletes a topic removes the topic's file and its high-water marks. Then the topic is missing, and the folder is
+    in order. If the marks are left, or if no topic has a file, files were lost.
     """
     topics = root / "topics"
     if not topics.is_dir():
