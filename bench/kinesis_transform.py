@@ -25,7 +25,9 @@ def kinesis_transform(setup: Setup) -> list[Figure]:
     folder, bare, ours = setup.folder / "kinesis-transform", [], []
     folder.mkdir()
     rounds = min(setup.rounds, ROUNDS)
-    names = [f"bare-{number}" for number in range(rounds)]
+    names = [
+        f"beside-kinesis-{number}" for number in range(rounds)
+    ]  # no names of `transform`, which may have run before
     make_backlog(folder, [setup.kafka], names, WARM + EVENTS)
     with AwsEmulator(folder / "emulator") as emulator:
         for number in range(rounds):
