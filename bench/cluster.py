@@ -21,7 +21,7 @@ from bench.processes import Child, fetch_metric, free_port
 from bench.setup import CPU, Setup, make_topics, tell
 from tests.support.spark_cluster import SparkCluster
 
-WARM, EVENTS = 150_000, 300_000
+WARM, EVENTS = 600_000, 600_000
 ROUNDS = 3
 SMALL, LARGE = 10_000, 50_000
 """Events of a batch."""
