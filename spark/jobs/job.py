@@ -133,6 +133,11 @@ class Job:
         """Whether this process runs the pipe: not while it stands by or the pipe is paused. Thread-safe."""
         return self._holds
 
+    @property
+    def stands_by(self) -> bool:
+        """Whether another process runs the pipe. Thread-safe."""
+        return self._standing_by
+
     def run(self, session: SparkSession) -> None:
         """Keep the query running until `stop`. Blocking. Passes failures to `on_state`, and retries for ever."""
         self._show_mode()
