@@ -174,9 +174,11 @@ class Job:
         fallback = self._prepared.fallback
         if fallback is None or not (isinstance(error, MorePartitions) or REFUSED in str(error)):
             return False
-        self._prepared = replace(fallback, why_not="partitions" if isinstance(error, MorePartitions) else "refused")
+        refused = not isinstance(error, MorePartitions)
+        self._prepared = replace(fallback, why_not="refused" if refused else "partitions")
         self._attempts = _attempts_of(self._prepared)
-        log.warning("pipe_mode", pipe=self.pipe, mode="micro-batch", because=shorten(error))
+        hint = "Try: mode: micro-batch, so that no start tries it again" if refused else "Try: a restart of the service"
+        log.warning("pipe_mode", pipe=self.pipe, mode="micro-batch", because=shorten(error), hint=hint)
         self._show_mode()
         return True
 
@@ -386,6 +388,8 @@ class Job:
         wait = self._backoff.delay()
         problem = f"{type(error).__name__}: {shorten(error)}"
         # One line: Spark's stack does not help a person.
+        if self._prepared.real_time and REFUSED in str(error):
+            problem = f"{problem.rstrip('.')}. Try: mode: micro-batch, or mode: auto, which takes what Spark allows"
         log.error(
             event,
             pipe=self.pipe,
