@@ -380,6 +380,7 @@ class Job:
             found.state_bytes,
             self._executors(),
             self._ui,
+            self._prepared.real_time,
         )
 
     def _record_failure(self, error: Exception, event: str = "query_failed") -> None:
@@ -387,9 +388,9 @@ class Job:
         self._backoff.fail()
         wait = self._backoff.delay()
         problem = f"{type(error).__name__}: {shorten(error)}"
-        # One line: Spark's stack does not help a person.
         if self._prepared.real_time and REFUSED in str(error):
             problem = f"{problem.rstrip('.')}. Try: mode: micro-batch, or mode: auto, which takes what Spark allows"
+        # One line: Spark's stack does not help a person.
         log.error(
             event,
             pipe=self.pipe,
