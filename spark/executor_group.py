@@ -37,6 +37,7 @@ class ExecutorGroup:
         self._size = executors.most if kind is MasterKind.STANDALONE else executors.least
         self._session: SparkSession | None = None
         self._leaving = set[str]()
+        self._stands_by = False
         self._change: asyncio.Task[None] | None = None
 
     def open(self, session: SparkSession) -> None:
@@ -47,10 +48,38 @@ class ExecutorGroup:
         """Before the session stops."""
         self._session = None
 
+    async def set_standby(self, stands_by: bool) -> None:
+        """A driver that stands by gives its executors back, and the one that works may have them. When it takes over, it orders
+        as many as before. Raises SizeRefused.
+
+        To be called again and again: a master gives executors at the start, and again when it was restarted.
+        """
+        if stands_by:
+            await self._run(self._give_back())
+        elif self._stands_by:
+            await self._run(self._take_over())
+
+    async def _give_back(self) -> None:
+        staying = [one for one in await self._ask(list_executors) if one.name not in self._leaving]
+        if staying or not self._stands_by:
+            await self._order(0)
+            self._stands_by = True
+        for one in staying:
+            await self._leave(one.name, is_replaced=False)
+
+    async def _take_over(self) -> None:
+        await self._order(self._size)
+        self._stands_by = False
+
+    def _check_works(self) -> None:
+        if self._stands_by:
+            raise SizeRefused("this driver stands by, and another one has the executors", again=True)
+
     async def describe(self, group: str) -> GroupState:
         """The executors that registered and were not lost, by Spark's numbers. Raises SizeRefused when Java does not answer."""
         if self._session is None:
             return GroupState(self._size, ())
+        self._check_works()
         try:
             async with asyncio.timeout(ANSWER_S):
                 found, now = await self._ask(list_executors), time.time()
@@ -68,6 +97,7 @@ class ExecutorGroup:
             raise SizeRefused(f"{self._size} executors are ordered, not {seen}", again=True)
         if size < seen - 1:
             raise SizeRefused("one executor fewer at a time", again=False)
+        self._check_works()
         await self._run(self._resize(size, failed))
 
     async def _resize(self, size: int, failed: Collection[str]) -> None:
@@ -79,6 +109,7 @@ class ExecutorGroup:
 
     async def replace(self, group: str, name: str) -> None:
         """Spark starts another one, because as many as before are ordered."""
+        self._check_works()
         await self._run(self._replace(name))
 
     async def _replace(self, name: str) -> None:

@@ -4,6 +4,8 @@ On a cluster this process is the driver (Spark's client mode): it plans, and sup
 read and write the broker. They get our jars and our Python packages from the driver when they start.
 """
 
+import base64
+import json
 import os
 import re
 import zipfile
@@ -17,7 +19,8 @@ from services.core.jvm.java import NO_PERF_FILE
 PACKAGES = Path(__file__).parents[1]
 """The folder of our packages."""
 _SHIPPED = ("services", "spark")
-_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where a pod has the namespace and the token of its ServiceAccount."""
 _EXECUTOR_JAVA_OPTIONS = (
     "-Xss16m",  # as in the driver
     "-XX:+ExitOnOutOfMemoryError",  # Spark replaces it
@@ -138,7 +141,8 @@ def _address_settings(driver: DriverAddress) -> dict[str, str]:
 
 
 def _number_settings(kind: MasterKind, executors: Executors) -> dict[str, str]:
-    """A number that Spark orders begins at 0 and is kept: a driver that stands by must not hold what the other one needs."""
+    """A driver that stands by must not hold what the other one needs. So a fixed number begins at 0 and is kept. Of a range it
+    holds the least. Where the autoscaler orders, `ExecutorGroup.set_standby` gives all back."""
     # A standalone master has a limit of its own, in cores.
     settings = {"spark.cores.max": str(executors.most_slots)} if kind is MasterKind.STANDALONE else {}
     if executors.resized:
@@ -160,13 +164,25 @@ def _number_settings(kind: MasterKind, executors: Executors) -> dict[str, str]:
 
 
 def _pod_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Inside a pod: executors in the same namespace, that end with this pod."""
-    if not _NAMESPACE_FILE.exists():
+    """Inside a pod: executors in the same namespace, that end with this pod. They run under its ServiceAccount, to which a cloud
+    gives rights on buckets and streams, but without its token (`spark.executor_pod`)."""
+    if not (_ACCOUNT / "namespace").exists():
         return {}
-    settings = {"spark.kubernetes.namespace": _NAMESPACE_FILE.read_text(encoding="utf-8").strip()}
+    account = _account_of((_ACCOUNT / "token").read_text(encoding="utf-8"))
+    settings = {
+        "spark.kubernetes.namespace": (_ACCOUNT / "namespace").read_text(encoding="utf-8").strip(),
+        "spark.kubernetes.authenticate.executor.serviceAccountName": account,
+    }
     if name := environ.get("HOSTNAME"):
         settings["spark.kubernetes.driver.pod.name"] = name
     return settings
+
+
+def _account_of(token: str) -> str:
+    """The name of the ServiceAccount whose token this is. Its subject is system:serviceaccount:NAMESPACE:NAME."""
+    claims = token.split(".")[1]
+    subject: str = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["sub"]
+    return subject.rpartition(":")[2]
 
 
 def write_code(path: Path) -> None:

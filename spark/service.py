@@ -17,7 +17,7 @@ from services.core.bearer import Tokens, read_tokens
 from services.core.broker.producer import Producer
 from services.core.disk import show_disk
 from services.core.expected import show_expected
-from services.core.group_control import GroupControl
+from services.core.group_control import GroupControl, SizeRefused
 from services.core.lifecycle import Supervision, wait_for_stop
 from services.core.management import serve_management
 from services.core.pauses import NOT_READ, Pauses
@@ -127,6 +127,8 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
                 refresher.start()
                 stack.callback(refresher.stop)
                 supervision.run(_follow_pauses(pauses, jobs, supervision.stopping), "pauses of jobs")
+                if group is not None:
+                    supervision.run(_follow_standby(group, jobs, supervision.stopping), "executors of a standby")
                 await _run_jobs(settings, supervision, health, session, jobs)
         await watching
         if group is not None:
@@ -274,6 +276,17 @@ def _set_pauses(pauses: Pauses, jobs: Sequence[Job]) -> None:
     paused = pauses.paused()
     for job in jobs:
         job.set_pause(paused.get(job.pipe))
+
+
+async def _follow_standby(group: ExecutorGroup, jobs: Sequence[Job], stopping: asyncio.Event) -> None:
+    """Until the stop. A master that does not take an order gets it again."""
+    while not stopping.is_set():
+        await wait_for_stop(stopping, WATCH_EVERY_S)
+        works = any(job.holds_checkpoint for job in jobs)
+        try:
+            await group.set_standby(not works and any(job.stands_by for job in jobs))
+        except SizeRefused as error:
+            log.debug("executors_of_standby_unchanged", error=str(error))
 
 
 async def watch_java(java: Java, health: PipesHealth, supervision: Supervision) -> None:

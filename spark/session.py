@@ -85,6 +85,7 @@ class Cluster:
     executors: Executors
 
 
+_EVERY_ADDRESS = ("0.0.0.0", "[::]")  # noqa: S104
 _LOCAL_SETTINGS = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 
 
@@ -180,11 +181,14 @@ def write_python(scratch: Path) -> Path:
 
 
 def _ui_settings(ui: str) -> dict[str, str]:
-    """Spark binds its pages to the host in $SPARK_LOCAL_IP, and to every address without it."""
+    """Spark binds its pages to the host in $SPARK_LOCAL_IP, and to every address without it. Without `spark.driver.host` this is
+    the driver's host, too: on a cluster `check_master` refuses that. $SPARK_PUBLIC_DNS is the host of the link."""
     if not ui:
         return {}
     host, _, port = ui.rpartition(":")
     os.environ["SPARK_LOCAL_IP"] = host.strip("[]")
+    if host not in _EVERY_ADDRESS:
+        os.environ["SPARK_PUBLIC_DNS"] = host
     return {"spark.ui.enabled": "true", "spark.sql.streaming.ui.enabled": "true", "spark.ui.port": port}
 
 

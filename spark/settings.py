@@ -117,7 +117,7 @@ class TransformSettings(Settings):
     spark_ui: Annotated[str, AfterValidator(_address_or_none)] = Field(
         "",
         description="host:port of Spark's own web pages, e.g. 127.0.0.1:4040; empty: none. They have no password and show the "
-        "transforms: keep them on loopback.",
+        "transforms: keep them on loopback. On a cluster driver_host is needed beside it.",
     )
 
     @classmethod
@@ -183,6 +183,12 @@ def check_master(settings: TransformSettings, environ: Mapping[str, str] = os.en
     if kind is MasterKind.YARN and not {"HADOOP_CONF_DIR", "YARN_CONF_DIR"} & environ.keys():
         text = "yarn needs the variable HADOOP_CONF_DIR. Try: /etc/hadoop/conf, where EMR has it"
         problems.append(Problem("master", "", text))
+    if settings.spark_ui and not settings.driver_host:
+        text = (
+            "without driver_host, Spark gives the address of its pages to the executors as the driver's. Try: driver_host: the "
+            "address at which executors reach this host"
+        )
+        problems.append(Problem("spark_ui", "", text))
     if problems:
         raise BadConfiguration(problems)
 

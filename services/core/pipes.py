@@ -205,6 +205,14 @@ class Output(StrictModel):
     )
 
 
+_NOT_REAL_TIME = {
+    "python": "Spark runs only SQL there",
+    "deduplicate_within": "Spark keeps no ids of former events there",
+    "watermark": "Spark takes each event by itself there",
+}
+"""The keys of a transform that real-time mode cannot have, and why."""
+
+
 class Transform(StrictModel):
     """One SQL query, or one Python function DataFrame -> DataFrame. `docs/transforms.md` has its input and output columns."""
 
@@ -275,9 +283,10 @@ class Transform(StrictModel):
     def _one_kind(self) -> Self:
         if (self.sql is None) == (self.python is None):
             raise ValueError("exactly one of sql and python is needed")
-        stateful = self.deduplicate_within is not None or self.watermark is not None
-        if self.mode == "real-time" and (self.python is not None or stateful):
-            raise ValueError("real-time mode supports only stateless sql transforms. Try: mode: micro-batch")
+        for key, reason in _NOT_REAL_TIME.items():
+            if self.mode == "real-time" and getattr(self, key) is not None:
+                remedy = f"Try: mode: micro-batch, or the transform without {key}"
+                raise ValueError(f"{key} and mode: real-time exclude each other: {reason}. {remedy}")
         return self
 
 

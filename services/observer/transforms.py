@@ -14,7 +14,8 @@ class TransformView(msgspec.Struct, frozen=True):
     """Rates and times of some ten seconds. batch_ms: the mean. behind_ms: age of the oldest unprocessed record; None: unknown.
 
     lag_p95_ms: event time to output, of the last minute that has any; None: unknown. state_rows, state_bytes: kept over batches;
-    0 without state. executors: of a cluster, else 0. ui: the address of Spark's own pages; empty: none.
+    0 without state. executors: of a cluster, else 0. ui: the address of Spark's own pages; empty: none. real_time: as in
+    `SparkFigures`.
     """
 
     per_second: float
@@ -27,6 +28,7 @@ class TransformView(msgspec.Struct, frozen=True):
     state_bytes: int
     executors: int
     ui: str
+    real_time: bool
 
 
 class TransformTable:
@@ -63,4 +65,5 @@ class TransformTable:
             state_bytes=one.state_bytes,
             executors=one.executors,
             ui=one.ui,
+            real_time=one.real_time,
         )

@@ -133,6 +133,11 @@ class Job:
         """Whether this process runs the pipe: not while it stands by or the pipe is paused. Thread-safe."""
         return self._holds
 
+    @property
+    def stands_by(self) -> bool:
+        """Whether another process runs the pipe. Thread-safe."""
+        return self._standing_by
+
     def run(self, session: SparkSession) -> None:
         """Keep the query running until `stop`. Blocking. Passes failures to `on_state`, and retries for ever."""
         self._show_mode()
@@ -169,9 +174,11 @@ class Job:
         fallback = self._prepared.fallback
         if fallback is None or not (isinstance(error, MorePartitions) or REFUSED in str(error)):
             return False
-        self._prepared = replace(fallback, why_not="partitions" if isinstance(error, MorePartitions) else "refused")
+        refused = not isinstance(error, MorePartitions)
+        self._prepared = replace(fallback, why_not="refused" if refused else "partitions")
         self._attempts = _attempts_of(self._prepared)
-        log.warning("pipe_mode", pipe=self.pipe, mode="micro-batch", because=shorten(error))
+        hint = "Try: mode: micro-batch, so that no start tries it again" if refused else "Try: a restart of the service"
+        log.warning("pipe_mode", pipe=self.pipe, mode="micro-batch", because=shorten(error), hint=hint)
         self._show_mode()
         return True
 
@@ -373,6 +380,7 @@ class Job:
             found.state_bytes,
             self._executors(),
             self._ui,
+            self._prepared.real_time,
         )
 
     def _record_failure(self, error: Exception, event: str = "query_failed") -> None:
@@ -380,6 +388,8 @@ class Job:
         self._backoff.fail()
         wait = self._backoff.delay()
         problem = f"{type(error).__name__}: {shorten(error)}"
+        if self._prepared.real_time and REFUSED in str(error):
+            problem = f"{problem.rstrip('.')}. Try: mode: micro-batch, or mode: auto, which takes what Spark allows"
         # One line: Spark's stack does not help a person.
         log.error(
             event,

@@ -122,17 +122,30 @@ def _why_not(
     if transform.python is not None:
         return Reason("python", "Spark runs no Python functions in real-time mode. Try: write the transform in SQL")
     if transform.deduplicate_within is not None:
-        return Reason("deduplication", "deduplicate_within needs micro-batches")
+        return Reason(
+            "deduplication",
+            "deduplicate_within needs micro-batches. Try: leave it out, where receivers recognise repeated events by their id",
+        )
     if not prepared.row_by_row:
-        return Reason("state", "the transform works on several events")
+        return Reason(
+            "state",
+            "the transform works on several events. Try: a pipe of its own for the part that treats each event by itself",
+        )
     if "interval" in transform.model_fields_set:
-        return Reason("interval", "interval is set, which is of micro-batches")
+        return Reason("interval", "interval is set, which is of micro-batches. Try: leave it out")
     if settings.batch_timeout * SLOW < REAL_TIME_BATCH_S * 2:
-        return Reason("batch_timeout", "a batch in real-time mode lasts 15 s, which is long for this batch_timeout")
+        return Reason(
+            "batch_timeout",
+            "a batch in real-time mode lasts 15 s, which is long for this batch_timeout. Try: a longer one",
+        )
     if not prepared.out.carries_events:
-        return Reason("new_events", "the transform makes new events, which get their origins by the micro-batch")
+        return Reason(
+            "new_events",
+            "the transform makes new events, which get their origins by the micro-batch. Try: return `event`, where each result "
+            "stands for one event",
+        )
     if prepared.obstacle:
-        return Reason("plan", f"the transform {prepared.obstacle}")
+        return Reason("plan", f"the transform {prepared.obstacle}. Try: a pipe of its own for what works without that")
     if slots(settings.master) is None:
         return Reason(
             "cluster", "the number of task slots of a cluster changes. Try: mode: real-time, with enough executors"

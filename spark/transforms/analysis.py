@@ -34,6 +34,11 @@ _DROPPING = {
     "Deduplicate": "dropDuplicates",
     "DeduplicateWithinWatermark": "dropDuplicatesWithinWatermark",
 }
+_OVER_EVENTS = {
+    "Aggregate": "GROUP BY or an aggregate function",
+    "Window": "a window function (OVER)",
+    "Sort": "ORDER BY",
+}
 _SOURCE_SIDE = {
     "Inner": "any",
     "Cross": "any",
@@ -57,12 +62,12 @@ def check_repeatable(result: DataFrame) -> None:
         )
 
 
-def is_stateless(result: DataFrame) -> bool:
-    """Whether each row of the result comes from one event, and from no state of other events.
+def parts_over_events(result: DataFrame) -> list[str]:
+    """The operators, in words of SQL, by which a row of the result may come from several events, or from state of other events.
 
-    Such a transform may run on each micro-batch by itself. It may join tables that are not sources.
+    Without any, the transform may run on each micro-batch by itself. It may join tables that are not sources.
     """
-    return _is_row_by_row(analyzed_plan(result))
+    return sorted(_parts_over_events(analyzed_plan(result)))
 
 
 def why_not_real_time(result: DataFrame, sources: int) -> str:
@@ -136,18 +141,20 @@ def watermarks(result: DataFrame) -> set[str]:
     }
 
 
-def _is_row_by_row(plan: Any) -> bool:
-    named = _named_queries_of_sources(plan)
+def _parts_over_events(plan: Any) -> set[str]:
+    named, found = _named_queries_of_sources(plan), set[str]()
     for node in walk(plan):
         name = str(node.nodeName())
         if name == "Join":
             left, right = (_reads_sources(child, named) for child in items(node.children()))
             side = _SOURCE_SIDE.get(str(node.joinType().toString()).rstrip("$"))
-            if (left and right) or side is None or (left and side == "right") or (right and side == "left"):
-                return False
+            if left and right:
+                found.add("a JOIN of streams")
+            elif side is None or (left and side == "right") or (right and side == "left"):
+                found.add("an outer JOIN that keeps rows without an event")
         elif name not in _ROW_BY_ROW and _reads_sources(node, named):
-            return False
-    return True
+            found.add(_OVER_EVENTS.get(name, name))
+    return found
 
 
 def _named_queries_of_sources(plan: Any) -> set[int]:

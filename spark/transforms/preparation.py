@@ -22,8 +22,8 @@ from spark.tables import ReferenceTable, has_map
 from spark.transforms.analysis import (
     SOURCE_ALIAS,
     check_repeatable,
-    is_stateless,
     nondeterministic_parts,
+    parts_over_events,
     shows_all_of_event,
     why_not_real_time,
 )
@@ -40,7 +40,7 @@ from spark.transforms.view import SourceView
 class Prepared:
     """A pipe's transform, ready to run. views: by source stream, in the pipe's order.
 
-    row_by_row: each micro-batch may be computed by itself (see `is_stateless`). real_time: it runs in Spark's real-time mode;
+    row_by_row: each micro-batch may be computed by itself (`parts_over_events`). real_time: it runs in Spark's real-time mode;
     what the pipe file asks for is `transform.mode`. version: of the pipe's definition. obstacle: why Spark cannot run it in
     real-time mode, as the end of a sentence; empty: nothing is known. why_not: the code of the reason against real-time mode,
     when the pipe file leaves the mode open. fallback: the same transform in micro-batches, where it may go on so. partitions: of
@@ -210,11 +210,11 @@ def prepare_pipe(
         _ = out.apply(result).schema
         check_repeatable(result)
         check_user_states(states := user_states(result), pipe.transform)
-        row_by_row = is_stateless(result)
+        over_events = parts_over_events(result)
+        row_by_row = not over_events
         obstacle = "reads tables, which change" if tables else why_not_real_time(result, len(views))
-        if real_time and (
-            refused := obstacle if row_by_row else "is not a stateless query, which real-time mode needs"
-        ):
+        works_on_several = f"works on several events ({', '.join(over_events)}), which real-time mode cannot"
+        if real_time and (refused := obstacle if row_by_row else works_on_several):
             raise BadTransform(f"{refused}. Try: mode: micro-batch")
     except BadConfiguration:
         raise

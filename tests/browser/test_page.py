@@ -96,7 +96,7 @@ async def test_everything_is_shown(
         await expect(page.get_by_role("img", name="Duration of each step")).to_be_visible()
         await expect(page.get_by_role("img", name="Shares of the time")).to_be_visible()
         transform = page.get_by_role("region", name="Transform", exact=True)
-        for text in ("996", "187 ms", "612 ms", "913 ms", "81,204", "18.4 MiB", "420 ms"):
+        for text in ("996", "micro-batches", "187 ms", "612 ms", "913 ms", "81,204", "18.4 MiB", "420 ms"):
             await expect(transform).to_contain_text(text)
         await expect(transform.get_by_role("link")).to_have_attribute("href", "http://127.0.0.1:4040")
         await expect(page.get_by_role("table", name="Groups of instances")).to_contain_text("420 ms")
@@ -145,6 +145,11 @@ async def test_names_are_text(chromium: Browser, observer: Observer, tmp_path: P
         await expect(transform.get_by_role("link")).to_have_count(0)
         await page.get_by_role("tab", name="invoices").click()
         await expect(transform).to_be_hidden()
+        await page.get_by_role("tab", name="live").click()
+        await expect(transform).to_contain_text("real-time")
+        await expect(transform).not_to_contain_text(
+            "batch"
+        )  # 15 s from one commit to the next, for which no event waits
         await tab.click()
         await page.get_by_role("searchbox", name="Event id").fill(HOSTILE)
         await page.get_by_role("button", name="Find event").click()

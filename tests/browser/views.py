@@ -25,8 +25,8 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 def make_view(*, at_ms: int = NOW_MIN * 60_000, per_second: float = 1000, catching_up: bool = False) -> View:
-    """Three pipes: one with a loss and a destination that is down, one that is well, one with a hostile name."""
-    pipes = (make_lossy(per_second), make_well("invoices"), make_well(HOSTILE))
+    """Four pipes: one with a loss and a destination that is down, two that are well, one with a hostile name."""
+    pipes = (make_lossy(per_second), make_well("invoices"), make_well(HOSTILE), make_well("live"))
     groups = (
         GroupView("ingest", 2, None),
         GroupView("transform", 1, 420),
@@ -102,7 +102,7 @@ def make_lossy(per_second: float) -> PipeView:
         destinations,
         shards,
         fields,
-        TransformView(996.4, 4.9, 187.0, 612, 913.0, 420, 81_204, 19_300_000, 4, "http://127.0.0.1:4040"),
+        TransformView(996.4, 4.9, 187.0, 612, 913.0, 420, 81_204, 19_300_000, 4, "http://127.0.0.1:4040", False),
     )
 
 
@@ -128,8 +128,9 @@ def make_well(name: str) -> PipeView:
     lag = tuple(LagRow(minute, 8, 21, 44) for minute in range(NOW_MIN - 10, NOW_MIN))
     durations = tuple(DurationRow(minute, (3.0, 4.0, 9.0)) for minute in range(NOW_MIN - 10, NOW_MIN))
     steps = ("ingest", "transit", "expel")
-    hostile = TransformView(20, 1, None, 0, None, None, 0, 0, 0, f"javascript:alert(1)//{HOSTILE}")
-    transform = hostile if name == HOSTILE else None
+    hostile = TransformView(20, 1, None, 0, None, None, 0, 0, 0, f"javascript:alert(1)//{HOSTILE}", False)
+    live = TransformView(5_000, 0.1, 15_013.0, 15_013, 31.0, 9, 0, 0, 0, "", True)
+    transform = {HOSTILE: hostile, "live": live}.get(name)
     return PipeView(
         name, "healthy", (), 20, ("expel books",), loss, steps, durations, lag, (destination,), transform=transform
     )

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import yaml
@@ -117,8 +118,13 @@ class BrokerPipeline(RunningJobs):
                     return mine
                 await asyncio.sleep(0.2)
 
-    def chosen(self, *, columns: str | None = None, sources: Sequence[str] = (), **transform: object) -> SelectedPipes:
-        """Write the pipe file; `{s}` in `sql` stands for the stream. sources: other ones than the stream."""
+    def chosen(
+        self, *, columns: str | None = None, sources: Sequence[str] = (), known: Any = None, **transform: object
+    ) -> SelectedPipes:
+        """Write the pipe file; `{s}` in `sql` stands for the stream. sources: other ones than the stream. known: the tables of
+        the file by name; the pipe reads all of them."""
+        if known:
+            transform = {"tables": list(known), **transform}
         if isinstance(sql := transform.get("sql"), str):
             transform["sql"] = sql.format(s=self.stream)
         stream = {} if columns is None else {"columns": columns}
@@ -127,7 +133,8 @@ class BrokerPipeline(RunningJobs):
         pipe = {"sources": sources, "transform": transform, "destinations": destinations}
         path = self.folder / "pipes.yaml"
         streams = {one: dict(stream) for one in sources}
-        path.write_text(yaml.safe_dump({"version": 1, "streams": streams, "pipes": {self.pipe: pipe}}))
+        file = {"version": 1, "streams": streams, "tables": dict(known or {}), "pipes": {self.pipe: pipe}}
+        path.write_text(yaml.safe_dump(file))
         return load_pipes(TransformSettings(pipes=path))
 
     def start(self, chosen: SelectedPipes, *, auto: bool = False, per_batch: bool = False) -> Job:

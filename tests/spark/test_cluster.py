@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pyarrow as pa
 import pytest
+from pyarrow.parquet import write_table
 
+from services.core.aws_emulator import CREDENTIALS, REGION
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
 from tests.spark.broker_pipeline import BrokerPipeline
 from tests.spark.log_pipeline import event, numbers, wait_for
 from tests.spark.service_process import ServiceProcess
+from tests.support.object_store import BUCKET, ObjectStoreServer
 from tests.support.spark_cluster import SparkCluster
 
 pytestmark = [pytest.mark.kafka, pytest.mark.spark]
@@ -32,15 +36,24 @@ def shipped(n: int) -> str:
     return spark.records.__file__
 
 
-def run(events: DataFrame) -> DataFrame:
-    return events.select("event", "n", shipped("n").alias("place"))
+def run(events: DataFrame, names: DataFrame) -> DataFrame:
+    return events.join(names, "n", "left").select("event", "n", "name", shipped("n").alias("place"))
 """
 
 
 @pytest.fixture(scope="module")
 def spark_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkCluster]:
-    with SparkCluster(tmp_path_factory.mktemp("cluster")) as cluster:
+    with SparkCluster(tmp_path_factory.mktemp("cluster"), environment=CREDENTIALS) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStoreServer]:
+    """The service gets its credentials."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with ObjectStoreServer(tmp_path) as server:
+        yield server
 
 
 @pytest.fixture
@@ -68,24 +81,36 @@ def on(cluster: SparkCluster) -> list[str]:
     return ["--master", cluster.url, *driver, *executors, "--memory", "512MiB"]
 
 
-def test_pipe_on_two_workers(pipeline: BrokerPipeline, spark_cluster: SparkCluster, tmp_path: Path) -> None:
+def test_pipe_on_two_workers(
+    pipeline: BrokerPipeline, spark_cluster: SparkCluster, s3: ObjectStoreServer, tmp_path: Path
+) -> None:
     """If this fails, a pipe does not run on a cluster: its executors lack the connector, our packages or the operator's own
-    module; or the ledger does not have what they did."""
+    module; or they cannot read a table, or keep state, in an object store; or the ledger does not have what they did."""
     (tmp_path / "own.py").write_text(_MODULE)
-    pipeline.chosen(columns=COLUMNS, python="own.py:run")
-    send(pipeline, 0, 400)
-    with ServiceProcess(tmp_path, pipeline.url, *on(spark_cluster)) as service:
+    names = tmp_path / "names.parquet"
+    write_table(pa.table({"n": pa.array(range(400), pa.int32()), "name": [f"name {n}" for n in range(400)]}), names)
+    s3.client().put_object(Bucket=BUCKET, Key="tables/names", Body=names.read_bytes())
+    known = {"names": {"parquet": f"s3a://{BUCKET}/tables/names", "columns": "n INT, name STRING"}}
+    pipeline.chosen(columns=COLUMNS, python="own.py:run", known=known, deduplicate_within="1h")
+    send(pipeline, 0, 200)
+    options = ["--checkpoints", f"s3a://{BUCKET}/fleet", "--s3-endpoint", s3.url]
+    options += ["--s3-path-style", "--s3-region", REGION]
+    with ServiceProcess(tmp_path, pipeline.url, *on(spark_cluster), *options) as service:
         process = service.start()
+        pipeline.records("out", 200)
+        send(pipeline, 0, 200)
+        send(pipeline, 200, 400)
         out = pipeline.records("out", 400)
         pipeline.send([event(1000, b"no json")])
         assert {read_id(record) for record in pipeline.records("dead", 1)} == {"id-1000"}
         process.terminate()
         assert process.wait(600) == 0, service.output.read_text()[-3000:]
     assert Counter(read_id(record) for record in out) == Counter(f"id-{n}" for n in range(400))
-    places = {orjson.loads(record.value or b"")["place"] for record in out}
-    assert all("penstock.zip" in place for place in places), (
+    payloads = [orjson.loads(record.value or b"") for record in out]
+    assert all("penstock.zip" in payload["place"] for payload in payloads), (
         "executors import our packages from where they happen to lie"
     )
+    assert all(payload["name"] == f"name {payload['n']}" for payload in payloads)
     reports = pipeline.reports()
     assert numbers(reports, "passed") == set(range(400))
     assert numbers(reports, "dead") == {1000}
@@ -94,17 +119,20 @@ def test_pipe_on_two_workers(pipeline: BrokerPipeline, spark_cluster: SparkClust
 def test_workers_master_and_driver_come_and_go(
     pipeline: BrokerPipeline, spark_cluster: SparkCluster, tmp_path: Path
 ) -> None:
-    """If this fails, the end of a worker, of an executor, of the master or of a driver loses events, or stops a pipe for good; or
-    a driver whose application the master ended lives on uselessly."""
+    """If this fails, the end of a worker, of an executor, of the master or of a driver loses events or state, or stops a pipe for
+    good; or a driver whose application the master ended lives on uselessly."""
     total, batch = 1000, 40
 
     def wait_until_all_came(events: int) -> None:
         wait_for(lambda: len(set(pipeline.ids_so_far())) >= events, f"{events} events")
 
-    pipeline.chosen(columns=COLUMNS, sql="SELECT event, n FROM {s}", max_events=batch, interval="50ms")
+    pipeline.chosen(
+        columns=COLUMNS, sql="SELECT event, n FROM {s}", max_events=batch, interval="50ms", deduplicate_within="1h"
+    )
     send(pipeline, 0, 400)
     known = len(spark_cluster.applications())
-    first, second = (ServiceProcess(tmp_path, pipeline.url, *on(spark_cluster)) for _ in range(2))
+    shared = ["--checkpoints", str(tmp_path / "checkpoints")]
+    first, second = (ServiceProcess(tmp_path, pipeline.url, *on(spark_cluster), *shared) for _ in range(2))
     with first, second:
         driver = first.start()
         pipeline.records("out", 1)
@@ -126,11 +154,14 @@ def test_workers_master_and_driver_come_and_go(
         assert f"{spark_cluster.url} has ended the application" in first.output.read_text()
         wait_for(lambda: "pipe_taken_over" in second.output.read_text(), "the other driver takes over")
         wait_until_all_came(total)
+        send(pipeline, 0, 400)  # again: a state that was lost on the way would let them through
+        send(pipeline, total, total + 4)
+        wait_until_all_came(total + 4)
         standby.terminate()
         assert standby.wait(600) == 0, second.output.read_text()[-3000:]
     assert "executors_lost" in first.output.read_text()
     counts = Counter(pipeline.ids_so_far())
-    assert counts.keys() == {f"id-{n}" for n in range(total)}
-    assert counts.total() - total <= 4 * batch, "more again than the batches at work"
+    assert counts.keys() == {f"id-{n}" for n in range(total + 4)}
+    assert counts.total() - total - 4 <= 4 * batch, "more again than the batches at work"
     assert not asyncio.run(pipeline.read_now("dead")), "an innocent event was rejected"
-    assert numbers(pipeline.reports(), "passed") == set(range(total))
+    assert numbers(pipeline.reports(), "passed") == set(range(total + 4))

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from services.autoscaler.groups.drivers.contract import Group, Refused, SizeChanged
+from services.autoscaler.groups.drivers.contract import Away, Group, Refused, SizeChanged
 from services.autoscaler.groups.drivers.control import ControlDriver, open_executors
 from services.autoscaler.groups.meter import Meter
 from services.core.event import read_id
 from spark.executor_group import GROUP
 from tests.spark.broker_pipeline import BrokerPipeline
+from tests.spark.log_pipeline import wait_for
 from tests.spark.service_process import ServiceProcess
 from tests.spark.test_cluster import COLUMNS, on, pipeline, send, spark_cluster
 from tests.support.spark_cluster import SparkCluster
@@ -36,7 +37,8 @@ def has(*names: str) -> Callable[[Group], bool]:
 
 
 def test_executors_are_a_group(pipeline: BrokerPipeline, spark_cluster: SparkCluster, tmp_path: Path) -> None:
-    """Broken: a transform keeps the executors that it began with, whatever its load; or one that leaves takes a batch along."""
+    """Broken: a transform keeps the executors that it began with, whatever its load; or one that leaves takes a batch along; or a
+    driver that stands by takes the core of the executor that left, and the group never grows again."""
     token = tmp_path / "token"
     token.write_text("0123456789abcdef0123456789abcdef\n")
     token.chmod(0o600)
@@ -44,18 +46,32 @@ def test_executors_are_a_group(pipeline: BrokerPipeline, spark_cluster: SparkClu
     send(pipeline, 0, 400)
     options = [*on(spark_cluster), "--executors", "1-2", "--control-token-file", str(token)]
     options += ["--management", "0.0.0.0:0"]  # as in a container: nobody can ask that address
-    with ServiceProcess(tmp_path, pipeline.url, *options) as service:
+    service, second = (ServiceProcess(tmp_path, pipeline.url, *options) for _ in range(2))  # one file for their output
+    with service, second:
         process = service.start()
         pipeline.records("out", 400)
-        found = re.search(r'"address": ?"([^"]+)"', service.output.read_text())
-        assert found is not None
-        asyncio.run(
-            _resize(found[1].replace("0.0.0.0", "127.0.0.1"), token, lambda first, end: send(pipeline, first, end))
+        standby = second.start()
+        wait_for(lambda: "pipe_on_standby" in service.output.read_text(), "a driver on standby")
+        first_at, second_at = (
+            found.replace("0.0.0.0", "127.0.0.1")
+            for found in re.findall(r'"address": ?"([^"]+)".*management_port_open', service.output.read_text())
         )
-        out = pipeline.records("out", 1200)
+        asyncio.run(_until_it_stands_by(second_at, token))
+        asyncio.run(_resize(first_at, token, lambda first, end: send(pipeline, first, end)))
+        pipeline.records("out", 1200)
         process.terminate()
         assert process.wait(600) == 0, service.output.read_text()[-3000:]
-    assert Counter(read_id(record) for record in out).keys() == {f"id-{n}" for n in range(1200)}
+        send(pipeline, 1200, 1600)
+        out = pipeline.records("out", 1600)
+        standby.terminate()
+        assert standby.wait(600) == 0, service.output.read_text()[-3000:]
+    assert Counter(read_id(record) for record in out).keys() == {f"id-{n}" for n in range(1600)}
+
+
+async def _until_it_stands_by(address: str, token: Path) -> None:
+    async with open_executors(address, token) as driver:
+        with pytest.raises(Away, match="this driver stands by"):
+            await until(driver, lambda _group: False)
 
 
 async def _resize(address: str, token: Path, send_more: Callable[[int, int], None]) -> None:

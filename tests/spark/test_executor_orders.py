@@ -18,9 +18,14 @@ class Java:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.executors = [Executor(name, 0.0, 0, 0.0) for name in ("0", "1", "2")]
-        self.answers, self.left = threading.Event(), list[str]()
+        self.answers, self.left, self.orders = threading.Event(), list[str](), list[int]()
         monkeypatch.setattr(executor_group, "list_executors", lambda _session: list(self.executors))
+        monkeypatch.setattr(executor_group, "order_executors", self._order)
         monkeypatch.setattr(executor_group, "leave_executor", self._leave)
+
+    def _order(self, _session: object, size: int) -> bool:
+        self.orders.append(size)
+        return True
 
     def _leave(self, _session: object, name: str, *, is_replaced: bool) -> bool:
         self.answers.wait(600)
@@ -50,3 +55,28 @@ async def test_a_late_order_is_the_only_one_and_counts(monkeypatch: pytest.Monke
     assert (state.size, [one.name for one in state.instances if one.leaving], java.left) == (2, ["2"], ["2"])
     with pytest.raises(SizeRefused, match="2 executors are ordered, not 3"):
         await group.resize(GROUP, 3, 2, ())
+
+
+async def test_a_driver_that_stands_by_holds_no_executors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a second driver takes the cores that the first one needs, or gets none when it takes over."""
+    java, group = Java(monkeypatch), ExecutorGroup(MasterKind.STANDALONE, Executors(1, 3, 1, 1, "python"))
+    java.answers.set()
+    session: Any = object()
+    group.open(session)
+    await group.set_standby(False)
+    assert (java.orders, java.left) == ([], [])
+    for _ in range(2):
+        await group.set_standby(True)
+        assert (java.orders, java.left) == ([0], ["0", "1", "2"])
+    for request in (group.describe(GROUP), group.resize(GROUP, 3, 2, ()), group.replace(GROUP, "0")):
+        with pytest.raises(SizeRefused, match="stands by") as refused:
+            await request
+        assert refused.value.again
+    java.executors = [Executor("3", 0.0, 0, 0.0)]  # a master that was restarted has forgotten the order
+    await group.set_standby(True)
+    assert (java.orders, java.left[3:]) == ([0, 0], ["3"])
+    java.executors = []
+    for _ in range(2):
+        await group.set_standby(False)
+        assert java.orders == [0, 0, 3]
+    assert (await group.describe(GROUP)).size == 3

@@ -162,6 +162,36 @@ def test_a_pipe_goes_on_in_an_object_store(
     assert ids(on_s3) == sorted(f"id-{n}" for n in range(150))
 
 
+def test_state_moves_to_an_object_store_and_to_another_driver(
+    pipeline: LogPipeline, session: SparkSession, s3: ObjectStoreServer
+) -> None:
+    """If this fails, a transform with state forgets it: when its checkpoint is copied to S3 as docs/clusters.md says, or when
+    another driver takes over there."""
+    pipeline.session = session
+    pipeline.send(flights(0, 30))
+    chosen = pipeline.pipe(
+        columns=COLUMNS, sql="SELECT event, delay FROM s", deduplicate_within="1h", max_events=15, interval="10ms"
+    )
+    pipeline.run(chosen, 30)
+    place, root = f"fleet/{pipeline.folder.name}", Path(pipeline.checkpoints)
+    for file in (one for one in root.rglob("*") if one.is_file()):
+        s3.client().put_object(Bucket=BUCKET, Key=f"{place}/{file.relative_to(root)}", Body=file.read_bytes())
+    pipeline.checkpoints = f"s3a://{BUCKET}/{place}"
+    first = pipeline.start(chosen)
+    wait_for(lambda: first.holds_checkpoint, "the first driver")
+    second = pipeline.start(chosen)
+    wait_for(lambda: second.stands_by, "the second driver")
+    pipeline.send([*flights(0, 30), *flights(30, 60)])  # the first ones again
+    wait_for(lambda: len(pipeline.out) >= 60, "the events of the first driver")
+    first.stop(600.0)
+    wait_for(lambda: second.holds_checkpoint, "the takeover")
+    pipeline.send([*flights(15, 60), *flights(60, 90)])
+    wait_for(lambda: len(pipeline.out) >= 90, "the events of the second driver")
+    pipeline.stop()
+    assert ids(pipeline) == sorted(f"id-{n}" for n in range(90))
+    assert s3.keys(f"{place}/p/state")
+
+
 def test_a_late_plan_is_carried_out(pipeline: LogPipeline) -> None:
     """If this fails, the last file of a driver that was frozen and replaced stops the pipe, or its events are lost or doubled."""
     pipeline.send(flights(0, 30))

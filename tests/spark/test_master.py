@@ -2,6 +2,7 @@
 
 import json
 import zipfile
+from base64 import urlsafe_b64encode
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,22 @@ def test_a_fixed_and_a_changing_number() -> None:
         ({"master": "k8s://https://one", "broker": "kafka://one:9092"}, {}, "Kubernetes needs it"),
         ({"master": "yarn", "broker": "kafka://one:9092"}, {}, "HADOOP_CONF_DIR"),
         ({"master": "yarn", "broker": "kafka://one:9092"}, {"YARN_CONF_DIR": "/etc/hadoop/conf"}, None),
+        (
+            {"master": "spark://one:7077", "broker": "kafka://one:9092", "spark_ui": "127.0.0.1:4040"},
+            {},
+            "Try: driver_host",
+        ),
+        (
+            {
+                "master": "spark://one:7077",
+                "broker": "kafka://one:9092",
+                "spark_ui": "127.0.0.1:4040",
+                "driver_host": "10.0.0.5",
+            },
+            {},
+            None,
+        ),
+        ({"master": "local[2]", "broker": "log:///var/log", "spark_ui": "127.0.0.1:4040"}, {}, None),
         ({"master": "local[2]", "broker": "log:///var/log"}, {}, None),
         ({"master": "spark://one:7077", "broker": "kafka://one:9092"}, {}, None),
     ],
@@ -166,6 +183,25 @@ def test_state_needs_a_folder_that_executors_see() -> None:
     assert why_no_state(cluster, neither) is None
     assert why_no_state(TransformSettings(master="spark://one:7077", checkpoints="s3a://a/b"), stateful) is None
     assert why_no_state(TransformSettings(), stateful) is None
+
+
+def test_executors_have_the_account_of_the_drivers_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, pods of executors run as `default`: what a cloud allows the transform (state in S3, Kinesis) is refused to
+    them."""
+    monkeypatch.setattr("spark.master._ACCOUNT", tmp_path)
+    monkeypatch.setenv("HOSTNAME", "transform-1")
+    driver, executors = DriverAddress("10.0.0.5", "", 7078), Executors(1, 1, 1, 1 << 30, "python", "image")
+    outside = cluster_settings(MasterKind.KUBERNETES, driver, executors)
+    assert not [name for name in outside if name.startswith("spark.kubernetes.authenticate")]
+    for name in ("transform", "a", "of-a-fleet"):  # texts of Base64 with and without padding
+        claims = json.dumps({"sub": f"system:serviceaccount:penstock:{name}"}).encode()
+        token = ".".join(urlsafe_b64encode(part).decode().rstrip("=") for part in (b"{}", claims, b"signature"))
+        (tmp_path / "token").write_text(token)
+        (tmp_path / "namespace").write_text("penstock")
+        found = cluster_settings(MasterKind.KUBERNETES, driver, executors)
+        assert found["spark.kubernetes.authenticate.executor.serviceAccountName"] == name
+        assert found["spark.kubernetes.namespace"] == "penstock"
+        assert found["spark.kubernetes.driver.pod.name"] == "transform-1"
 
 
 def test_an_executor_in_a_pod_is_what_spark_asked_for(tmp_path: Path) -> None:

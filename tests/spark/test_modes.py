@@ -10,9 +10,11 @@ import pytest
 
 from services.core.pipes import Transform
 from services.core.yaml_source import BadConfiguration, Problem
+from spark.health import QueryState
 from spark.jobs.attempts import ATTEMPT_FILE, Attempt
 from spark.jobs.checkpoint import Identity
-from spark.jobs.modes import MODE_FILE, MorePartitions, checkpoint_kind, choose_modes, enter_mode, prefer_plan
+from spark.jobs.job import Job
+from spark.jobs.modes import MODE_FILE, REFUSED, MorePartitions, checkpoint_kind, choose_modes, enter_mode, prefer_plan
 from spark.jobs.streaming_plan import READ_S, StreamingPlanQuery
 from spark.settings import MOST_REAL_TIME_SLOTS, TransformSettings, load_pipes, size_master
 from spark.transforms.preparation import Prepared
@@ -108,8 +110,35 @@ def chosen(
     ],
 )
 def test_reasons(monkeypatch: pytest.MonkeyPatch, prepared: Prepared, why: str) -> None:
-    """If this fails, a pipe runs in a mode that Spark refuses, or that loses origins; or it is slow without need."""
+    """If this fails, a pipe runs in a mode that Spark refuses, or that loses origins; or it is slow without need, or nobody knows
+    what to do about it."""
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr("spark.jobs.modes.log", SimpleNamespace(info=lambda _event, **more: said.append(more)))
     assert modes(monkeypatch, prepared) == [(not why, why)]
+    assert not why or ". Try: " in said[-1]["because"]
+
+
+def test_a_refusal_of_spark_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a pipe that asks for real-time mode, which Spark refuses, fails for ever and says only Spark's words; or one
+    that goes on in micro-batches does not say how to avoid the refusal at each start."""
+    said: list[dict[str, Any]] = []
+    quiet = SimpleNamespace(error=lambda *_, **__: None, warning=lambda _event, **more: said.append(more))
+    monkeypatch.setattr("spark.jobs.job.log", quiet)
+    states: list[QueryState] = []
+    none: Any = None
+    refusal = RuntimeError(
+        f"[{REFUSED}.OPERATOR_OR_SINK_NOT_IN_ALLOWLIST] The operator(s): Sort are not in the allowlist."
+    )
+    live = replace(pipe(mode="real-time"), real_time=True)
+    for prepared in (live, replace(live, fallback=pipe()), pipe(mode="micro-batch")):
+        job = Job(prepared, none, none, checkpoints="", ledger=False, on_batch=none, on_state=states.append)
+        job.stop(0.0)  # else it waits before the next attempt
+        if not job._fall_back(refusal):
+            job._record_failure(refusal)
+    asked, other = (state.problem or "" for state in states)
+    assert asked.endswith("in the allowlist. Try: mode: micro-batch, or mode: auto, which takes what Spark allows")
+    assert "Try:" not in other
+    assert said[0]["hint"].startswith("Try: mode: micro-batch")
 
 
 def test_what_is_not_of_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

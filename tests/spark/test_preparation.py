@@ -154,8 +154,28 @@ def test_what_a_stream_cannot_do(pipeline: LogPipeline, spark: SparkSession) -> 
         chosen = pipeline.pipe(columns=COLUMNS, **transform)
         with pytest.raises(BadConfiguration, match=said):
             check_suitability(spark, TransformSettings(), endpoint, chosen, [pipeline.prepare(chosen)])
-    sums = "SELECT carrier AS id, delay FROM s WHERE delay > (SELECT avg(delay) FROM s)"
-    assert "real-time" in mistakes(pipeline, sql=sums, mode="real-time")
+
+
+@pytest.mark.parametrize(
+    ("sql", "named"),
+    [
+        (
+            "SELECT carrier AS id, delay FROM s WHERE delay > (SELECT avg(delay) FROM s)",
+            "GROUP BY or an aggregate function",
+        ),
+        ("SELECT event, row_number() OVER (ORDER BY delay) AS n FROM s", "a window function (OVER)"),
+        ("SELECT event, delay FROM s ORDER BY delay", "ORDER BY"),
+        ("SELECT s.event, s.delay FROM s JOIN u ON s.carrier = u.carrier", "a JOIN of streams"),
+        (
+            "SELECT event, name FROM VALUES ('UA', 'United') AS t(code, name) LEFT JOIN s ON code = carrier",
+            "an outer JOIN that keeps rows without an event",
+        ),
+    ],
+)
+def test_what_works_on_several_events_is_named(pipeline: LogPipeline, sql: str, named: str) -> None:
+    """If this fails, real-time mode refuses a long query, and nobody knows which of its parts is in the way."""
+    found = mistakes(pipeline, sources=["s", "u"], sql=sql, mode="real-time")
+    assert f"works on several events ({named}), which real-time mode cannot. Try: mode: micro-batch" in found
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_ready_and_stopped(service: LogService) -> None:
     and looks broken; or Spark's own pages are not where the page's link says, or open to other hosts."""
     service.send(flights(range(1000)))
     change_pause(service, "paused")
-    process = service.start("--management", "127.0.0.1:0", "--spark-ui", "127.0.0.1:0")
+    process = service.start("--management", "127.0.0.1:0", "--spark-ui", "127.0.0.2:0")
     address = management(service)
 
     def get(path: str) -> tuple[int, str]:
@@ -143,7 +143,8 @@ def test_ready_and_stopped(service: LogService) -> None:
     ui = next(report.spark.ui for report in service.reports() if report.spark)
     with urllib.request.urlopen(f"{ui}/StreamingQuery/", timeout=300) as answer:
         assert "Streaming Query" in answer.read().decode()
-    assert {host for host, _ in listening(process.pid)} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert ui.startswith("http://127.0.0.2:")
+    assert {host.removeprefix("::ffff:") for host, _ in listening(process.pid)} <= {"127.0.0.1", "::1", "127.0.0.2"}
     assert int(ui.rpartition(":")[2]) in {port for _, port in listening(process.pid)}
     wait_for(lambda: 'penstock_spark_tasks_total{outcome="succeeded"}' in get("/metrics")[1], "figures of tasks")
     assert 'penstock_transform_batch_seconds_total{phase="addBatch",pipe="p"}' in get("/metrics")[1]

@@ -155,7 +155,8 @@ class SparkFigures(msgspec.Struct, frozen=True, array_like=True):
     """A transform's work in the `seconds` before the report.
 
     events: read. batch_ms, longest_ms: of all batches, of the longest. state_rows, state_bytes: kept over batches, as of the last
-    one. executors: of a cluster; 0 on one machine. ui: the address of Spark's own pages; empty when they are off.
+    one. executors: of a cluster; 0 on one machine. ui: the address of Spark's own pages; empty when they are off. real_time:
+    whether it ran in real-time mode, where a batch is the time between two commits.
     """
 
     seconds: float
@@ -167,6 +168,7 @@ class SparkFigures(msgspec.Struct, frozen=True, array_like=True):
     state_bytes: int = 0
     executors: int = 0
     ui: str = ""
+    real_time: bool = False
 
 
 class FailureSet(msgspec.Struct, frozen=True, array_like=True):

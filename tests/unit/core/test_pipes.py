@@ -162,7 +162,21 @@ def test_a_misspelled_key_is_one_mistake(tmp_path: Path, old: str, new: str, exp
         ("timeout: 5s", "schedule: [5]", "a duration with a unit is needed"),
         ("timeout: 5s", f"schedule: [{'1s, ' * 33}]", "at most 32 entries"),
         ("  raw:", "  penstock:", "'penstock' is reserved"),
-        ("{sql: SELECT * FROM flights}", "{python: a.py:f, mode: real-time}", "Try: mode: micro-batch"),
+        (
+            "{sql: SELECT * FROM flights}",
+            "{python: a.py:f, mode: real-time}",
+            "exclude each other: Spark runs only SQL there. Try: mode: micro-batch, or the transform without python",
+        ),
+        (
+            "{sql: SELECT * FROM flights}",
+            "{sql: SELECT * FROM flights, mode: real-time, deduplicate_within: 1h}",
+            "deduplicate_within and mode: real-time exclude each other: Spark keeps no ids of former events there. Try: mode",
+        ),
+        (
+            "{sql: SELECT * FROM flights}",
+            "{sql: SELECT * FROM flights, mode: real-time, watermark: 1m}",
+            "watermark and mode: real-time exclude each other: Spark takes each event by itself there. Try: mode: micro-batch",
+        ),
     ],
 )
 def test_one_mistake(tmp_path: Path, old: str, new: str, expected: str) -> None:

@@ -75,9 +75,12 @@ function drawTransform(one) {
   }
   const figures = [
     ["input, events a second", count(one.per_second)],
-    ["batch time, mean", one.batch_ms === null ? "no batch" : duration(one.batch_ms)],
-    ["longest batch", one.batch_ms === null ? "" : duration(one.longest_ms)],
-    ["batches a second", one.batches_per_second.toFixed(1)],
+    ["mode", one.real_time ? "real-time" : "micro-batches"],
+    ...(one.real_time ? [] : [ // there a batch lasts from one commit to the next, and no event waits for its end
+      ["batch time, mean", one.batch_ms === null ? "no batch" : duration(one.batch_ms)],
+      ["longest batch", one.batch_ms === null ? "" : duration(one.longest_ms)],
+      ["batches a second", one.batches_per_second.toFixed(1)],
+    ]),
     ["event age at the output, P95", duration(one.lag_p95_ms)],
     ["behind", one.behind_ms === 0 ? "0" : duration(one.behind_ms)],
     ...(one.state_rows ? [["rows of state", count(one.state_rows)], ["size of state", size(one.state_bytes)]] : []),
