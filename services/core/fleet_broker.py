@@ -5,7 +5,7 @@ broker: outputs, retries, parked events, dead letters, the ledger, the controls.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
@@ -42,8 +42,9 @@ def open_with_homes(url: str, pipes: PipeFile) -> AbstractAsyncContextManager[Br
     """As `open_fleet_broker`. It is a `SeveralBrokers` when the pipe file names brokers."""
     if url.startswith("kinesis:"):
         raise BadBrokerUrl(
-            "the pipe file names further brokers, and the fleet's own is Kinesis, which is none of several. "
-            "Try: a pipe file without `brokers`, or a Kafka as the fleet's own"
+            "the pipe file names further brokers, and the fleet's own is Kinesis: a shard may be read five times a second, by "
+            "all processes together, so they cannot follow where streams live. Try: a pipe file without `brokers`, or a Kafka "
+            "as the fleet's own"
         )
     openings = {}
     for name, address in pipes.brokers.items():
@@ -51,12 +52,16 @@ def open_with_homes(url: str, pipes: PipeFile) -> AbstractAsyncContextManager[Br
         opening()  # raises BadBrokerUrl
         openings[name] = opening
     streams = {name: stream.home for name, stream in pipes.streams.items()}
-    return _open(open_broker(url, existing_topics(pipes, DEFAULT)), openings, streams)
+    sparse = [name for name, address in pipes.brokers.items() if address.startswith("kinesis:")]
+    return _open(open_broker(url, existing_topics(pipes, DEFAULT)), openings, streams, sparse)
 
 
 @asynccontextmanager
 async def _open(
-    opening: AbstractAsyncContextManager[Broker], openings: Mapping[str, Opening], streams: Mapping[str, str]
+    opening: AbstractAsyncContextManager[Broker],
+    openings: Mapping[str, Opening],
+    streams: Mapping[str, str],
+    sparse: Collection[str],
 ) -> AsyncIterator[Broker]:
     async with opening as own:
         homes = Homes(streams, own)
@@ -72,7 +77,7 @@ async def _open(
             return
         following = asyncio.create_task(homes.follow(), name="homes")
         try:
-            async with open_several(own, openings, homes) as broker:
+            async with open_several(own, openings, homes, sparse) as broker:
                 yield broker
         finally:
             following.cancel()

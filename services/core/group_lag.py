@@ -5,9 +5,10 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
-from services.core.broker.contract import Admin, Lag
+from services.core.broker.contract import Admin, Broker, Lag
 from services.core.broker.errors import Unavailable
 from services.core.broker.record import TopicPartition
+from services.core.topic_names import CONTROL
 
 ASK_EVERY_S = 10.0
 LEARN_EVERY_S = 60.0
@@ -44,15 +45,17 @@ class WholeLag:
         self._partitions: dict[str, frozenset[int]] = {}
         self._learned = self._asked = float("-inf")
 
-    async def complete(self, own: Mapping[TopicPartition, Lag]) -> dict[TopicPartition, Lag] | None:
-        """`own`, and the other members' lag from the broker.
+    async def complete(
+        self, own: Mapping[TopicPartition, Lag], topics: Collection[str] | None = None
+    ) -> dict[TopicPartition, Lag] | None:
+        """`own`, and the other members' lag from the broker, in these topics; absent: in all.
 
         None: theirs is needed, and the broker was asked less than ASK_EVERY_S ago. Raises BrokerError kinds.
         """
         now = self._clock()
         if now - self._learned >= LEARN_EVERY_S:
             self._partitions = {}
-        missing = [topic for topic in self._topics if not self._is_own(topic, own)]
+        missing = [topic for topic in (self._topics if topics is None else topics) if not self._is_own(topic, own)]
         if not missing:
             return dict(own)
         if now - self._asked < ASK_EVERY_S:
@@ -76,6 +79,38 @@ class WholeLag:
         return known is not None and all(TopicPartition(topic, number) in own for number in known)
 
 
-def follow_group(admin: Admin, group: str, topics: Collection[str], *, reads: bool) -> GroupLag:
-    """reads: whether the broker must read the unprocessed records to know the lag, as Kinesis."""
-    return OwnLag() if reads else WholeLag(admin, group, topics)
+class MixedLag:
+    """By topic as `OwnLag` or as `WholeLag`. A stream may move to a broker of the other kind."""
+
+    def __init__(
+        self,
+        whole: WholeLag,
+        topics: Collection[str],
+        is_contiguous: Callable[[str], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """whole: of these topics."""
+        self._whole, self._topics, self._is_contiguous, self._clock = whole, tuple(topics), is_contiguous, clock
+        self._since: dict[str, float] = {}
+        """Since when offsets of these topics are not contiguous, as far as it is known."""
+
+    async def complete(self, own: Mapping[TopicPartition, Lag]) -> Mapping[TopicPartition, Lag] | None:
+        """As `OwnLag` for the topics whose offsets are not contiguous, and as `WholeLag` for the others."""
+        now = self._clock()
+        self._since = {topic: self._since.get(topic, now) for topic in self._topics if not self._is_contiguous(topic)}
+        there = {source.topic for source in own}
+        if any(topic not in there and now - since < SETTLING_S for topic, since in self._since.items()):
+            return None
+        if len(self._since) == len(self._topics):
+            return own
+        return await self._whole.complete(own, [topic for topic in self._topics if topic not in self._since])
+
+
+def follow_group(broker: Broker, group: str, topics: Collection[str]) -> GroupLag:
+    """Where offsets are not contiguous, as on Kinesis, the broker must read the unprocessed records to know the lag."""
+    whole = WholeLag(broker.admin, group, topics)
+    if broker.features.contiguous_offsets:
+        return whole
+    if not broker.is_contiguous(CONTROL):  # it is on the fleet's own broker, and so Kinesis is the only one
+        return OwnLag()
+    return MixedLag(whole, topics, broker.is_contiguous)

@@ -18,13 +18,16 @@ it is repeated where the stream lives then. So a migration that waits for LEASE_
 when a writer was frozen. Writers that are held for HOLD_S write `released`, and continue at the home: a migration that died holds
 nothing up.
 
-**Offsets stay the same.** `bases`: what is added to the offsets on a broker, by partition. The copy of a record has the offset of
-the record, so the positions of groups, the ledger, tokens and places of records stay valid.
+**Offsets stay the same** where they count records. `bases`: what is added to the offsets on a broker, by partition. The copy of a
+record has the offset of the record, so the positions of groups, the ledger, tokens and places of records stay valid.
+
+To and from Kinesis that is not possible. There the bases are such that offsets increase: no offset of a stream ever names two
+events. The positions of groups are translated.
 """
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -43,6 +46,9 @@ log = structlog.get_logger()
 
 LEASE_S = 1.0
 HOLD_S = 3.0
+"""Unless the record `held` says more: a shard of Kinesis may be read five times a second."""
+ANY_PARTITION = -1
+"""In bases: all that have none of their own. Shards get new numbers when they are split."""
 FOLLOW_S = 0.2
 """Seconds between two reads of the topic."""
 _KEY = "home:"
@@ -54,8 +60,11 @@ State = Literal["copying", "held", "released", "written", "moved", "undone", "fi
 
 class Move(msgspec.Struct, frozen=True):
     """One record. to: the other broker. of: the offset of the record before it, -1 for the first. In `copying`: home, the broker
-    that it moves from; bases, as in the module, of the other one; copy, the incarnation of the topic there. In `written`: ends,
-    of the copy. at: ms since the epoch. version: of this format."""
+    that it moves from; bases, as in the module, of the other one; copy, the incarnation of the topic there; starts, where the
+    stream began, if the copy has other offsets. In `held`: hold, for how many seconds. In `written`: ends, of the stream; and, if
+    the copy has other offsets, its bases, there, where it ends by its own, and marks, pairs of an offset of the stream and the
+    one of the copy where the same records begin. at: ms since the epoch. version: of this format.
+    """
 
     state: State
     to: str
@@ -66,7 +75,16 @@ class Move(msgspec.Struct, frozen=True):
     bases: dict[int, int] = {}
     ends: dict[int, int] = {}
     copy: str = ""
+    starts: dict[int, int] = {}
+    hold: float = 0.0
+    there: dict[int, int] = {}
+    marks: dict[int, list[tuple[int, int]]] = {}
     version: int = _VERSION
+
+
+def base_of(bases: Mapping[int, int], partition: int) -> int:
+    """What is added to the offsets of this partition. bases: of the stream on one broker."""
+    return bases.get(partition, bases.get(ANY_PARTITION, 0))
 
 
 class Home(msgspec.Struct, frozen=True):
@@ -88,6 +106,13 @@ class Home(msgspec.Struct, frozen=True):
     """Where the former topic ended when the stream was handed over."""
     copy: str = ""
     undone: str = ""
+    starts: Mapping[int, int] = {}
+    """Where the stream began when it was copied to other offsets."""
+    there: Mapping[int, int] = {}
+    """The end of such a copy, by the offsets of its broker."""
+    marks: Mapping[int, Sequence[tuple[int, int]]] = {}
+    """Pairs in such a copy, ascending."""
+    hold: float = 0.0
 
     def after(self, offset: int, move: Move) -> "Home | None":
         """The home when this record counts; None when it is void."""
@@ -97,18 +122,21 @@ class Home(msgspec.Struct, frozen=True):
         match (self.state, move.state):
             case (None, "copying") if self.epoch < 0 and move.home:  # whatever the pipe file says now
                 new = Home(move.home, move.home, offset, bases={move.to: move.bases})
-                return msgspec.structs.replace(new, state="copying", to=move.to, copy=move.copy)
+                return msgspec.structs.replace(new, state="copying", to=move.to, copy=move.copy, starts=move.starts)
             case (None, "copying") if move.to != self.readers and self.former in ("", move.to):
                 bases = dict(self.bases) | {move.to: move.bases}
                 new = msgspec.structs.replace(new, state="copying", to=move.to, bases=bases, copy=move.copy)
                 # A former topic there, or the copy of a migration that was given up, was deleted before this record.
+                new = msgspec.structs.replace(new, starts=move.starts, there={}, marks={})
                 return msgspec.structs.replace(new, former="", ends={}, undone="")
             case ("copying", "held"):
-                return msgspec.structs.replace(new, state="held")
+                return msgspec.structs.replace(new, state="held", hold=move.hold)
             case ("held", "released"):
                 return msgspec.structs.replace(new, state="copying")
             case ("held", "written"):
-                return msgspec.structs.replace(new, state="written", writers=self.to, ends=move.ends)
+                bases = dict(self.bases) | ({self.to: move.bases} if move.there else {})
+                new = msgspec.structs.replace(new, state="written", writers=self.to, ends=move.ends)
+                return msgspec.structs.replace(new, bases=bases, there=move.there, marks=move.marks)
             case ("written", "moved"):
                 return msgspec.structs.replace(new, state=None, readers=self.to, to="", former=self.readers)
             case ("copying", "undone"):
@@ -144,6 +172,10 @@ class Homes(Places):
         home = self._homes.get(topic)
         return super().of(topic) if home is None else home.readers
 
+    def written_to(self, topic: str) -> str:
+        home = self._homes.get(topic)
+        return super().written_to(topic) if home is None else home.writers
+
     def used(self) -> set[str]:
         return {DEFAULT} | {name for home in self._homes.values() for name in (home.readers, home.writers)}
 
@@ -160,7 +192,7 @@ class Homes(Places):
 
     def base(self, name: str, topic: str, partition: int) -> int:
         home = self._homes.get(topic)
-        return 0 if home is None else home.bases.get(name, {}).get(partition, 0)
+        return 0 if home is None else base_of(home.bases.get(name, {}), partition)
 
     async def refresh(self) -> None:
         """Read the topic to its end. Raises BrokerError kinds."""
@@ -229,7 +261,7 @@ class Homes(Places):
             home = self._homes[topic]
             if home.state != "held" and _now() <= self._known_until:
                 return Grant(home.writers, home.epoch)
-            if home.state == "held" and _now() > self._held_since[topic] + HOLD_S:
+            if home.state == "held" and _now() > self._held_since[topic] + (home.hold or HOLD_S):
                 try:
                     await self.record(topic, "released", by="a writer")
                 except BrokerError as error:
@@ -282,16 +314,27 @@ class Homes(Places):
         state: State,
         *,
         by: str,
+        home: Home | None = None,
         to: str = "",
         bases: Mapping[int, int] | None = None,
         ends: Mapping[int, int] | None = None,
         copy: str = "",
+        starts: Mapping[int, int] | None = None,
+        hold: float = 0.0,
+        there: Mapping[int, int] | None = None,
+        marks: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     ) -> bool:
-        """Write the next step durably, and read it. Gives whether it counts. Raises BrokerError kinds."""
-        home = self._homes[stream]
+        """Write the next step durably, and read it. Gives whether it counts. Raises BrokerError kinds.
+
+        home: the one that the step continues; absent: the newest that is known. A step that took some time names the one with
+        which it began: what others have done since makes it void.
+        """
+        home = self._homes[stream] if home is None else home
         now = time.time_ns() // 1_000_000
         left = home.readers if state == "copying" else ""
         move = Move(state, to or home.to, home.epoch, by, now, left, dict(bases or {}), dict(ends or {}), copy)
+        pairs = {partition: list(some) for partition, some in (marks or {}).items()}
+        move = msgspec.structs.replace(move, starts=dict(starts or {}), hold=hold, there=dict(there or {}), marks=pairs)
         record = Record(f"{_KEY}{stream}".encode(), msgspec.json.encode(move), move.at)
         stored = await self._broker.appender.append(CONTROL, 0, [record], timeout=_APPEND_S)
         for _, error in stored.failed:

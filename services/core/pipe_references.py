@@ -114,7 +114,7 @@ def _check_topics(streams: Mapping[str, object]) -> Iterator[Found]:
 
 
 def _check_brokers(brokers: Mapping[str, object], streams: Mapping[str, object]) -> Iterator[Found]:
-    """A broker with the name of the fleet's own, and streams on brokers that are not there."""
+    """A broker with the name of the fleet's own, and streams on brokers that are not there, or cannot have them."""
     if DEFAULT in brokers:
         text = f"{DEFAULT!r} is the name of the fleet's own broker, that of --broker. Try: another name"
         yield ("brokers", DEFAULT), text
@@ -123,6 +123,9 @@ def _check_brokers(brokers: Mapping[str, object], streams: Mapping[str, object])
         home = _mapping(stream).get("on")
         if isinstance(home, str) and home != DEFAULT and home not in brokers:
             yield ("streams", name, "on"), f"{home!r} is not among brokers: {known}"
+        elif str(brokers.get(str(home))).startswith("kinesis:") and _mapping(stream).get("compact") is True:
+            text = f"{home} is Kinesis, which keeps no event for more than a year. Try: Kafka or the embedded log"
+            yield ("streams", name, "compact"), text
 
 
 def _check_places(pipes: Mapping[str, object], streams: Mapping[str, object]) -> Iterator[Found]:

@@ -22,8 +22,6 @@ from services.core.yaml_source import BadConfiguration, Document, Problem, load_
 
 def _broker_url(value: str) -> str:
     """Raises ValueError, which quotes no secret."""
-    if value.startswith("kinesis:"):
-        raise ValueError("a stream of Kinesis lives on the fleet's own broker only. Try: --broker kinesis://region")
     open_broker(value)
     return value
 
@@ -409,8 +407,8 @@ class PipeFile(StrictModel):
 
     brokers: dict[Name, BrokerUrl] = Field(
         default_factory=dict,
-        description="By name. Further brokers on which streams may live (`on`): the embedded log or Kafka, each by a URL as in "
-        "`--broker`. All other topics are on the fleet's own broker (docs/brokers.md).",
+        description="By name. Further brokers on which streams may live (`on`): the embedded log, Kafka or Kinesis, each by a "
+        "URL as in `--broker`. All other topics are on the fleet's own broker (docs/brokers.md).",
         examples=[{"msk": "kafka://b-1.example.org:9098?security=/etc/penstock/msk.yaml"}],
     )
     streams: dict[Name, Stream] = Field(

@@ -63,6 +63,9 @@ class WatchedReader:
     async def next_at_least(self, topic: str) -> dict[int, int]:
         return await self._turn(self._reader.next_at_least(topic))
 
+    async def fence(self, topic: str) -> dict[int, int]:
+        return await self._turn(self._reader.fence(topic))
+
     async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
         return await self._turn(self._reader.offsets_at(topic, start))
 

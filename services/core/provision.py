@@ -101,7 +101,7 @@ class Recorder:
 
     async def _was_never_written(self, topic: str) -> bool:
         """Whether it is certain, as with a topic that another tool has just created."""
-        if not self.broker.features.contiguous_offsets:
+        if not self.broker.is_contiguous(topic):
             return False
         return all(held.end == 0 for held in (await self.broker.reader.describe(topic)).values())
 

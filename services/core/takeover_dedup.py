@@ -63,7 +63,7 @@ class TakeoverDedup:
         Takes 3 s at most; 6 s where offsets are not contiguous.
         """
         self._removed.clear()
-        limit = _MAX_READ_S if self._broker.features.contiguous_offsets else _MAX_PACED_READ_S
+        limit = _MAX_READ_S if all(map(self._broker.is_contiguous, since_ms)) else _MAX_PACED_READ_S
         try:
             async with asyncio.timeout(limit):
                 for topic, since in since_ms.items():

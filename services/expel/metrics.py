@@ -171,7 +171,7 @@ class LaneLedger:
         lag_in: LagHistogram | None = None,
         reader: Reader | None = None,
         group: GroupLag | None = None,
-        backlogs: "Mapping[Backlog, _Backlog | _TimedBacklog] | None" = None,
+        backlogs: "Mapping[Backlog, _Backlog] | None" = None,
         first_reader: FirstReader | None = None,
         late_start: LateStart | None = None,
     ) -> None:
@@ -195,15 +195,14 @@ class LaneLedger:
         returned: str | None = None,
         kept: Sequence[str] = (),
         *,
-        timed: bool = False,
         others: Collection[str] = (),
         late: bool = False,
     ) -> "LaneLedger":
         """One with a reporter.
 
         sources: the topics from which events come first. Events from the retry topic (`returned`) or from the topics in `kept`
-        were reported as retrying, parked or dead: they are outstanding, and no minute waits for them. timed: the broker's lag
-        says when the oldest record was stored. others: the sources that are topics of others.
+        were reported as retrying, parked or dead: they are outstanding, and no minute waits for them. others: the
+        sources that are topics of others.
         late: the destination begins at the newest event.
         """
         lag_in = LagHistogram()
@@ -220,11 +219,8 @@ class LaneLedger:
             "returned": () if returned is None else (returned,),
             "held": kept,
         }
-        make = _TimedBacklog if timed else _Backlog
-        backlogs = {name: make(topics) for name, topics in topics_by_name.items() if topics}
-        group = follow_group(
-            broker.admin, delivery_group(pipe, destination), set().union(*topics_by_name.values()), reads=timed
-        )
+        backlogs = {name: _Backlog(topics, broker.is_contiguous) for name, topics in topics_by_name.items() if topics}
+        group = follow_group(broker, delivery_group(pipe, destination), set().union(*topics_by_name.values()))
         first = FirstReader(producer, others) if others else None
         begins = LateStart(broker, delivery_group(pipe, destination), others) if others and late else None
         return cls(reporter, lag_in, broker.reader, group, backlogs, first, begins)
@@ -299,39 +295,37 @@ class LaneLedger:
 
 
 class _Backlog:
-    """The age of the unprocessed records of some topics."""
+    """The age of the unprocessed records of some topics.
 
-    def __init__(self, topics: Sequence[str]) -> None:
-        self._topics = topics
+    Where offsets are contiguous it is found from the ends that the topics had before; elsewhere the broker's lag says when the
+    oldest record was stored. is_contiguous: as in `Broker`; a stream may move.
+    """
+
+    def __init__(self, topics: Sequence[str], is_contiguous: Callable[[str], bool]) -> None:
+        self._topics, self._is_contiguous = topics, is_contiguous
         self._age = Age()
         self._ranges: dict[Place, PartitionRange] = {}
+        self._timed: frozenset[str] = frozenset()
 
     async def measure(self, reader: Reader) -> None:
-        """Read the ends of the topics."""
-        found = {topic: await reader.describe(topic) for topic in self._topics}
+        """Read the ends of the topics, where offsets are contiguous."""
+        self._timed = frozenset(topic for topic in self._topics if not self._is_contiguous(topic))
+        found = {topic: await reader.describe(topic) for topic in self._topics if topic not in self._timed}
         self._ranges = {(topic, partition): one for topic, parts in found.items() for partition, one in parts.items()}
 
     def age(self, measured_at: int, lags: Mapping[TopicPartition, Lag]) -> int | None:
         """Of the oldest unprocessed record, in ms; measured_at: when `measure` began, ms. None: unknown."""
+        waiting = [lag.stored for source, lag in lags.items() if source.topic in self._timed and lag.records]
+        known = [stored for stored in waiting if stored is not None]
+        if len(known) < len(waiting):
+            return None
+        timed = max(0, measured_at - min(known, default=measured_at))
+        if len(self._timed) == len(self._topics):
+            return timed
         starts = {place: one.start for place, one in self._ranges.items()}
         ends = {place: one.end for place, one in self._ranges.items()}
         done = {
             place: end - lags[TopicPartition(*place)].records for place, end in ends.items() if place in lags
         }  # a partition without a known lag counts as not processed
-        known = self._age.done_up_to(measured_at, starts, ends, done)
-        return None if known is None else measured_at - known
-
-
-class _TimedBacklog:
-    """As `_Backlog`, on a broker whose lag says when the oldest record was stored."""
-
-    def __init__(self, topics: Sequence[str]) -> None:
-        self._topics = topics
-
-    async def measure(self, reader: Reader) -> None:
-        """Nothing is read."""
-
-    def age(self, measured_at: int, lags: Mapping[TopicPartition, Lag]) -> int | None:
-        waiting = [lag.stored for source, lag in lags.items() if source.topic in self._topics and lag.records]
-        known = [stored for stored in waiting if stored is not None]
-        return None if len(known) < len(waiting) else max(0, measured_at - min(known, default=measured_at))
+        done_up_to = self._age.done_up_to(measured_at, starts, ends, done)
+        return None if done_up_to is None else max(timed, measured_at - done_up_to)

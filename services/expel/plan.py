@@ -349,7 +349,6 @@ class LaneBuilder:
             sources,
             returned,
             kept,
-            timed=not self._broker.features.contiguous_offsets,
             others=plan.others,
             late=plan.destination.start == "latest",
         )

@@ -317,7 +317,7 @@ class _Search:
         for topic in topics:
             held = [one for one in (await self._broker.reader.describe(topic)).values() if one.start < one.end]
             if held:
-                counts = self._broker.features.contiguous_offsets
+                counts = self._broker.is_contiguous(topic)
                 found[topic] = sum(one.end - one.start for one in held) if counts else None
         return found
 

@@ -175,7 +175,7 @@ async def plan_moves(broker: Broker, lane: Lane, target: Target, action: str) ->
         if now.source not in wanted:
             continue
         move = _plan_move(
-            now, wanted[now.source], action, is_named=is_named, contiguous=broker.features.contiguous_offsets
+            now, wanted[now.source], action, is_named=is_named, contiguous=broker.is_contiguous(now.source.topic)
         )
         if move is not None:
             moves.append(move)
@@ -202,9 +202,11 @@ async def _resolve(
         if source not in held:
             numbers = ", ".join(str(number) for topic, number in held if topic == source.topic)
             raise CommandFailed(f"{source.topic} has no partition {source.partition}", f"one of: {numbers}", status=2)
-    if broker.features.contiguous_offsets:
-        return wanted
-    return {source: to for source, to in wanted.items() if held[source].end}  # an empty shard has no offset
+    return {  # an empty shard has no offset
+        source: to
+        for source, to in wanted.items()
+        if held[source].end > held[source].start or broker.is_contiguous(source.topic)
+    }
 
 
 def _plan_move(now: PartitionOffsets, to: int, action: str, *, is_named: bool, contiguous: bool) -> Move | None:
@@ -244,7 +246,7 @@ async def count_events(broker: Broker, move: Move, lane: Lane | None = None) -> 
     if lane is not None and topic in lane.waiting:
         batches = read_topic(broker.reader, topic, number, passed, page=READ_RECORDS, skips_damage=True)
         count = sum([len(list(events_of(batch, lane))) async for batch in batches])
-    elif not broker.features.contiguous_offsets:
+    elif not broker.is_contiguous(topic):
         batches = read_topic(broker.reader, topic, number, passed, page=READ_RECORDS, skips_damage=True)
         count = sum([len(batch.records) async for batch in batches])
     return replace(move, count=count)

@@ -71,8 +71,8 @@ async def read_streams(url: str, pipes: PipeFile, streams: Sequence[str], most: 
     """
     found: list[SampleRecord] = []
     async with opened(url, pipes) as broker:
-        newest = broker.features.contiguous_offsets
         for stream in streams:
+            newest = broker.is_contiguous(stream)
             records: list[SampleRecord] = []
             async for batch in read_tail(broker, stream, 0, most, skips_damage=True):
                 if batch.damage is None:

@@ -52,8 +52,7 @@ async def start(settings: RetrierSettings, supervision: Supervision) -> None:
         if broker is None:
             return
         producer = await stack.enter_async_context(Producer(broker.appender))
-        reads = not broker.features.contiguous_offsets
-        group = follow_group(broker.admin, RETRIER_GROUP, list(DELAY_BY_TOPIC), reads=reads)
+        group = follow_group(broker, RETRIER_GROUP, list(DELAY_BY_TOPIC))
         ledger = RetrierLedger(producer if settings.ledger else None, group)
         retrier = make_retrier(broker, producer, SteadyClock(), ledger, pipes)
         readiness.check, readiness.reason = lambda: retrier.waits_for, None

@@ -12,6 +12,23 @@ _LONG_MS = 100 * 365 * 86_400_000
 """The records are of 2023, and Kafka counts retention from their times."""
 
 
+async def test_what_was_acknowledged_is_below_a_fence(harness: Harness) -> None:
+    """If it fails, a migration ends its copy before an acknowledged event, which is lost."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker, 2)
+        offset = (await broker.reader.fence(topic))[0]
+        for number in range(3):
+            placed = await append(broker, topic, [record(number)])
+            end = await broker.reader.fence(topic)
+            batch = await broker.reader.read(topic, 0, offset, max_records=10)
+            assert batch is not None
+            assert offset <= placed.first <= batch.offsets[-1] < end[0]
+            assert list(batch.records) == [record(number)]
+            assert await broker.reader.read(topic, 0, end[0], max_records=10) is None
+            assert end.keys() == {0, 1}
+            offset = end[0]
+
+
 async def test_create_describe_delete(harness: Harness) -> None:
     """If it fails, the fleet cannot set up or take down a pipe's streams."""
     async with harness.open() as broker:

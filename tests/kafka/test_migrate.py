@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from services.core.aws_emulator import AwsEmulator
 from services.core.jvm.kafka import KafkaCluster
 from services.fleet.migrate.steps import Migration
 from services.fleet.problem import CommandFailed
@@ -31,6 +32,19 @@ async def test_a_stream_moves_there_and_back(
     world = World(url(own, "own"), url(second, "second"))
     await world.set_up()
     assert await run_history(world, seed, kills=3) <= 2 * KEYS * 8
+
+
+async def test_a_stream_moves_between_kafka_and_kinesis(
+    kafka_cluster: KafkaCluster, kinesis_emulator: AwsEmulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There and back: Kafka's times, and positions that are translated."""
+    shorten_times(monkeypatch)
+    world = World(
+        f"kafka://{kafka_cluster.bootstrap}?prefix={unique_name('own')}.",
+        f"{kinesis_emulator.url}&prefix={unique_name('kin')}.",
+    )
+    await world.set_up()
+    assert await run_history(world, 14, kills=3, back=True) <= 2 * KEYS * 16
 
 
 async def test_a_group_whose_position_kafka_has_dropped_is_no_new_group(

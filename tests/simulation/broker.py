@@ -39,6 +39,10 @@ class ModelBroker:
         self.appender = make_appender(cluster)
         self.resharding: Resharding | None = None
 
+    def is_contiguous(self, topic: str) -> bool:
+        """As in the contract."""
+        return self.features.contiguous_offsets
+
     def consumer(
         self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
     ) -> AbstractAsyncContextManager["ModelConsumer"]:
@@ -167,6 +171,10 @@ class ModelAdmin:
         return await self._cluster.call(
             lambda: {number: held.end for number, held in self._store.ranges(topic).items()}, topic
         )
+
+    async def fence(self, topic: str) -> dict[int, int]:
+        """As in the contract: the ends."""
+        return {partition: held.end for partition, held in (await self.describe(topic)).items()}
 
     async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
         """As in the contract."""

@@ -47,13 +47,13 @@ class Killed(Exception):
 class World:
     """A fleet of a writer and a member of a group, each with a connection of its own, and what they know."""
 
-    def __init__(self, own: str, second: str) -> None:
-        """The URLs of its brokers."""
+    def __init__(self, own: str, second: str, on: str = "default") -> None:
+        """The URLs of its brokers. on: where the stream begins."""
         self.url = own
         self.pipes = PipeFile.model_validate(
             {
                 "brokers": {"second": second},
-                "streams": {STREAM: {"partitions": 2}},
+                "streams": {STREAM: {"partitions": 2, "on": on}},
                 "pipes": {
                     "shop": {
                         "sources": [STREAM],
@@ -174,8 +174,8 @@ class World:
         return duplicates
 
 
-async def run_history(world: World, seed: int, kills: int) -> int:
-    """Writers, a group, a migration there and in some histories back. Gives the duplicates."""
+async def run_history(world: World, seed: int, kills: int, *, back: bool | None = None) -> int:
+    """Writers, a group, a migration there and in some histories back; back: in this one. Gives the duplicates."""
     chance = random.Random(seed)
     print(f"seed {seed}")
     reading = [asyncio.create_task(world.read(random.Random(seed + number))) for number in range(2)]
@@ -186,9 +186,9 @@ async def run_history(world: World, seed: int, kills: int) -> int:
     if chance.random() < 0.5:  # one more instance begins in between
         writers.append(asyncio.create_task(world.write("b")))
     await asyncio.sleep(0.2)
-    if chance.random() < 0.4:
-        back, _ = await world.migrate("default", chance, kills)
-        assert back.home.readers == "default"
+    if chance.random() < 0.4 if back is None else back:
+        returned, _ = await world.migrate("default", chance, kills)
+        assert returned.home.readers == "default"
     await asyncio.sleep(0.2)
     world.stopping.set()
     await asyncio.gather(*writers)

@@ -196,6 +196,13 @@ class Reader(Protocol):
         find. Takes two seconds at most. Raises UnknownTopic.
         """
 
+    async def fence(self, topic: str) -> dict[int, int]:
+        """For each partition that can be written to, an offset: every record that was acknowledged before this call is below it,
+        and can be read now; every later one has it or a higher one.
+
+        On Kinesis it is a write: an entry without records, which readers pass over. Raises UnknownTopic.
+        """
+
     async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
         """The offset of each partition at which a read from `start` begins. It is the end when all records are older."""
 
@@ -293,6 +300,9 @@ class Broker(Protocol):
 
     @property
     def features(self) -> Features: ...
+
+    def is_contiguous(self, topic: str) -> bool:
+        """`Features.contiguous_offsets` of the broker that has this topic now."""
 
     @property
     def admin(self) -> Admin: ...

@@ -84,7 +84,7 @@ async def read_tail(
     try:
         starts = await broker.reader.offsets_at(topic, datetime.fromtimestamp(since_ms / 1000, UTC))
         # On Kinesis the end is found by reading, in several requests, and each waits for the shard's pace.
-        held = await broker.reader.describe(topic) if broker.features.contiguous_offsets else {}
+        held = await broker.reader.describe(topic) if broker.is_contiguous(topic) else {}
     except UnknownTopic:
         return
     for partition, start in starts.items():

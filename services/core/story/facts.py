@@ -1,6 +1,6 @@
 """The facts about the events with one id: their records, the reports, the groups' positions, the pauses and the audit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.core import dead_letter, retry_state
@@ -24,7 +24,7 @@ class Facts:
     """Of all events with one id.
 
     committed: by group and topic, the last processed offset of each partition; of streams and outputs, read before the reports.
-    renames: `pipes.renames_of`. contiguous: `Features.contiguous_offsets`. has_all: the topics of retries, parked
+    renames: `pipes.renames_of`. contiguous: `Broker.is_contiguous`. has_all: the topics of retries, parked
     events and dead letters were read in full.
     """
 
@@ -34,7 +34,7 @@ class Facts:
     renames: Mapping[str, str]
     paused: Mapping[str, Pause] = field(default_factory=dict)
     acts: Sequence[Entry] = ()
-    contiguous: bool = True
+    contiguous: Callable[[str], bool] = lambda _topic: True
     has_all: bool = True
 
 

@@ -158,7 +158,7 @@ class _Finder:
             self.renames,
             paused,
             acts,
-            self.broker.features.contiguous_offsets,
+            self.broker.is_contiguous,
             self.has_all,
         )
         told = [tell_event(event, facts, self.scope.pipes) for event in self.events]

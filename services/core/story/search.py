@@ -198,7 +198,7 @@ class Search:
 
     async def _open(self, topic: str, span: TimeRange) -> AsyncIterator[_Part]:
         first, last = span.first - EARLY_MS, span.last + EARLY_MS
-        if not self._broker.features.contiguous_offsets:
+        if not self._broker.is_contiguous(topic):
             async for part in self._open_since(topic, first):
                 part.last = last
                 yield part
@@ -210,7 +210,7 @@ class Search:
                 yield _Part(topic, partition, start, end)
 
     async def _open_since(self, topic: str, first_ms: int) -> AsyncIterator[_Part]:
-        contiguous = self._broker.features.contiguous_offsets
+        contiguous = self._broker.is_contiguous(topic)
         starts = await self._reader.offsets_at(topic, date_of(first_ms))
         held = await self._reader.describe(topic) if contiguous else {}
         for partition, start in starts.items():

@@ -469,7 +469,10 @@ class _LaneTeller:
             return True, f"{since}; expel has not read it yet"
         if before < 0:
             return False, f"{since}; expel has read it, and its outcome was not found in the reports"
-        return True, f"{since}; {_behind(before, found.position.topic, contiguous=self._facts.contiguous)}"
+        return True, f"{since}; {self._behind(before, found.position.topic)}"
+
+    def _behind(self, before: int, topic: str) -> str:
+        return _behind(before, topic, contiguous=self._facts.contiguous(topic))
 
     def _before(self, position: Position) -> int | None:
         """The records before it that the lane's group has not settled; negative: it has settled this one; None: unknown."""
@@ -493,7 +496,7 @@ class _LaneTeller:
             late = "; the destination begins at the newest event" if self._starts_late() else ""
             return "not_read", f"not read yet: its group has settled nothing in this partition{late}", position
         if before >= 0:
-            behind = _behind(before, read[0].position.topic, contiguous=self._facts.contiguous)
+            behind = self._behind(before, read[0].position.topic)
             return "not_read", f"not delivered yet; {behind}{self._attempts_later()}", position
         return "unknown", self._why_unknown(), None
 

@@ -6,9 +6,10 @@ have, and the copy is given up (CopyDiffers). It is compared record by record be
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from pyroaring import BitMap64
 
@@ -23,6 +24,8 @@ _AT_ONCE = 8
 """Partitions: each holds a page of both ends in memory."""
 _APPEND_S = 8.0
 _DOUBTS, _AGAIN_S = 5, 0.5
+_MOST_TURNS = 20
+"""At the hand-over, each of a second or more."""
 GIVE_UP = "penstock migrate STREAM --undo, then the same migration again"
 
 T = TypeVar("T")
@@ -30,6 +33,16 @@ T = TypeVar("T")
 
 class CopyDiffers(CommandFailed):
     """The copy is not the same as the stream. Nothing depends on it yet."""
+
+
+class Complete(NamedTuple):
+    """What is written down at the hand-over. ends: of the stream, and so of its former topic. bases: of the copy, by partition,
+    if they are known only now. there: where the copy has the ends; empty: at the same offsets. marks: see `Mark`."""
+
+    ends: Mapping[int, int]
+    bases: Mapping[int, int] = {}
+    there: Mapping[int, int] = {}
+    marks: Mapping[int, Sequence[tuple[int, int]]] = {}
 
 
 class StreamCopy:
@@ -46,11 +59,37 @@ class StreamCopy:
         self._stream, self._source, self._target = stream, source, target
         self._source_bases, self._target_bases = source_bases, target_bases
         self._compared: dict[int, int] = {}
+        self._turns = 0
         self.events = 0
         """Those that were compared, and are the same."""
         self.progress = 0
         """Grows with each page that is copied or compared."""
         self.origins = OriginCount()
+
+    async def total(self) -> int:
+        """How many events the stream has."""
+        return sum((await self.ends()).values()) - sum(self._target_bases.values())
+
+    async def follow(self) -> float:
+        """Copy what is stored now, and compare it. Gives for how many seconds writers would have to be held for this. Raises
+        BrokerError kinds (call it again), and CopyDiffers."""
+        began = time.monotonic()
+        await self.advance()
+        await self.compare()
+        return time.monotonic() - began
+
+    async def complete(self) -> Complete | None:
+        """The rest, when nothing more is acknowledged. None: an append came late, and the next call finds it, or that the writers
+        have gone on. Raises as `follow`."""
+        await self.advance()
+        ends, copied = await self.ends(), await self.copied()
+        if ends != copied:
+            self._turns += any(copied[one] > end for one, end in ends.items())
+            if self._turns > _MOST_TURNS:
+                raise CopyDiffers(f"{self._stream}: the copy has more events than the stream", GIVE_UP)
+            return None
+        await self.compare()
+        return Complete(ends)
 
     async def ends(self) -> dict[int, int]:
         """The ends of the stream now."""
@@ -69,7 +108,7 @@ class StreamCopy:
             raise CopyDiffers(
                 f"{self._stream} has {len(ends)} partitions, and its copy {len(copied)}: it grew meanwhile", GIVE_UP
             )
-        return sum(await _all([partial(self._advance, one, copied[one], ends[one]) for one in ends]))
+        return sum(await in_turns([partial(self._advance, one, copied[one], ends[one]) for one in ends]))
 
     async def _advance(self, partition: int, offset: int, end: int) -> int:
         count = 0
@@ -111,7 +150,7 @@ class StreamCopy:
         """Compare what was copied since the last call with the stream. Raises CopyDiffers, and BrokerError kinds."""
         held, copied = await asyncio.gather(self._source.reader.describe(self._stream), self.copied())
         starts = {one: held[one].start + self._source_bases.get(one, 0) for one in copied}
-        await _all([partial(self._compare, one, starts[one], end) for one, end in copied.items()])
+        await in_turns([partial(self._compare, one, starts[one], end) for one, end in copied.items()])
 
     async def _compare(self, partition: int, start: int, end: int) -> None:
         start = max(self._compared.get(partition, self._target_bases.get(partition, 0)), start)
@@ -155,7 +194,7 @@ class StreamCopy:
         return batch.records
 
 
-async def _all(work: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+async def in_turns(work: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     """A few at a time, in order. When one fails, the others go on to their end: an append that was cancelled might arrive later.
     Raises the first CopyDiffers, else the first error."""
     turns = asyncio.Semaphore(_AT_ONCE)

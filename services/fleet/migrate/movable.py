@@ -7,6 +7,8 @@ from services.core.broker.several.brokers import DEFAULT
 from services.core.pipes import PipeFile, load_pipes
 from services.fleet.problem import CommandFailed, unknown_name
 
+_KINESIS_KEEPS_S = 365 * 86_400
+
 LoadPipes = Callable[[str | None], PipeFile]
 """Loads the present pipe file, and checks it for a move to this broker (`check_movable`). Blocking. Raises BadConfiguration,
 CommandFailed."""
@@ -24,6 +26,12 @@ def check_movable(pipes: PipeFile, stream: str, to: str | None, url: str) -> Non
     None when the command only shows or ends a move. Then the kind of the stream does not matter."""
     if stream not in pipes.streams:
         raise unknown_name(f"the pipe file has no stream {stream}", stream, pipes.streams)
+    if url.startswith("kinesis:"):
+        raise CommandFailed(
+            "the fleet's own broker is Kinesis: its processes cannot follow a move quickly enough there",
+            "a pipe of another fleet, which reads the stream and sends its events to ingest there",
+            status=2,
+        )
     if not pipes.brokers:
         raise CommandFailed(
             "the pipe file names no other broker", "brokers: {NAME: URL} in the pipe file, and penstock up", status=2
@@ -33,14 +41,12 @@ def check_movable(pipes: PipeFile, stream: str, to: str | None, url: str) -> Non
     names = [DEFAULT, *pipes.brokers]
     if to not in names:
         raise unknown_name(f"the pipe file has no broker {to}", to, names)
-    urls = {DEFAULT: url, **pipes.brokers}
-    for name in (pipes.streams[stream].home, to):
-        if urls[name].startswith("kinesis:"):
-            raise CommandFailed(
-                f"broker {name} is Kinesis: its offsets do not count records, so a copy cannot have the same offsets",
-                "a pipe that copies the stream into one on the other broker",
-                status=2,
-            )
+    if pipes.brokers.get(to, "").startswith("kinesis:") and pipes.streams[stream].retention > _KINESIS_KEEPS_S:
+        raise CommandFailed(
+            f"Kinesis keeps no event for longer than a year, and {stream} keeps them for longer",
+            f"{stream}: {{retention: 365d}} in the pipe file, and penstock up",
+            status=2,
+        )
     if pipes.streams[stream].topic is not None:
         raise CommandFailed(
             f"{stream} is a topic of others, and only its owner can move it", "asking the owner", status=2

@@ -2,18 +2,23 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 
 from services.core.broker.contract import Broker
 from services.core.broker.errors import Unavailable
-from services.core.homes import Home
+from services.core.homes import Home, base_of
 from services.core.pipes import PipeFile
 from services.core.topic_names import delivery_group, lanes_of, removed_lanes
+from services.fleet.migrate.copying import in_turns
 from services.fleet.problem import CommandFailed
 
 LEAVE_S = 120.0
 _AGAIN_S = 0.2
-_NO_END = 1 << 63
+
+Place = Callable[[int, int], Awaitable[int]]
+"""The offset of the copy, by those of its broker, for a partition and an offset of the stream."""
+
 _HOW = "as in 'When a partition stops' in docs/operating.md, then the same command"
 
 
@@ -36,11 +41,12 @@ class GroupPositions:
         known, former = _groups_of(lanes_of(pipes)), _groups_of(removed_lanes(pipes).keys())
         self._groups = {group: group in known for group in sorted(known | former | self._groups.keys())}
 
-    async def check(self, home: Home) -> None:
-        """Raises CommandFailed for a group whose next events are gone already: at its new place nobody would notice."""
+    async def check(self, home: Home, begins: Mapping[int, int]) -> None:
+        """Raises CommandFailed for a group whose next events are gone already: at its new place nobody would notice. begins: of
+        the copy, by the offsets of the stream."""
         await self._load_groups()
         for group, positions in (await self._find(home)).items():
-            gone = [partition for partition, at in positions.items() if at < 0]
+            gone = [partition for partition, at in positions.items() if at < begins.get(partition, at)]
             if gone and self._groups[group]:
                 raise CommandFailed(
                     f"the group {group} has not read events of {self._stream}[{gone[0]}] that retention has removed",
@@ -62,38 +68,52 @@ class GroupPositions:
                 )
             await asyncio.sleep(_AGAIN_S)
 
-    async def move(self, home: Home) -> int:
-        """Set each group to its position in the copy. Gives the number of groups. Raises Unavailable while a group has members
-        that read other streams on the new broker. Raises it also while members of a destination that was added to the file after
-        `wait_until_left` read on the former one."""
+    async def move(self, home: Home, place: Place, require: Callable[[], Awaitable[None]]) -> int:
+        """Set each group to its position in the copy. place: see there. require: raises when somebody else has completed the
+        move: a place may take hours to find, and groups may read there already. Gives the number of groups. Raises Unavailable
+        while a group has members that read other streams on the new broker. Raises it also while members of a destination that
+        was added to the file after `wait_until_left` read on the former one."""
         await self._load_groups()
         source, target = await self._named(home.readers), await self._named(home.to)
         if still := await self._with_members(source):
             raise Unavailable(f"members of {', '.join(still)} still read {self._stream} on {home.readers}")
         moved = await self._find(home)
         for group, positions in moved.items():
-            processed = {one: max(at, 0) - 1 for one, at in positions.items()}
+            # Nothing of the stream is delivered until all are found.
+            places = await in_turns([partial(place, one, at) for one, at in positions.items()])
+            await require()
+            processed = {one: at - 1 for one, at in zip(positions, places, strict=True)}
             await target.admin.set_committed(group, self._stream, processed)
         return len(moved)
 
     async def _find(self, home: Home) -> dict[str, dict[int, int]]:
-        """By group, where it continues in the copy, by the offsets there. Raises CommandFailed for a group without its positions.
+        """By group, where it continues in the stream. Raises CommandFailed for a group without its positions.
 
         A group may have read an append that came late to the former topic: these events are no part of the copy, and other events
         have their offsets there. So no group continues behind the end of the copy.
         """
-        admin = (await self._named(home.readers)).admin
-        here, there = home.bases.get(home.readers, {}), home.bases.get(home.to, {})
+        source = await self._named(home.readers)
+        admin, here = source.admin, home.bases.get(home.readers, {})
         ends = home.ends if home.state == "written" else {}
+        is_sparse = not source.features.contiguous_offsets
+
+        def by_stream(partition: int, at: int) -> int:
+            offset = at + base_of(here, partition)
+            return min(offset, ends.get(partition, offset))
+
         found: dict[str, dict[int, int]] = {}
         for group in self._groups:
             positions = await admin.positions(group, self._stream)
-            if positions:
-                found[group] = {
-                    one: min(at + here.get(one, 0), ends.get(one, _NO_END)) - there.get(one, 0)
+            begun = bool(positions) or await admin.has_begun(group, self._stream)
+            # On Kinesis a group that reads a shard from its oldest record has no position there.
+            oldest = dict(home.starts) if begun and is_sparse else {}
+            if positions or oldest:
+                found[group] = oldest | {
+                    one: by_stream(one, at)
                     for one, at in positions.items()
+                    if not home.starts or one in home.starts  # a shard that was made later has only late events
                 }
-            elif self._groups[group] and await admin.has_begun(group, self._stream):
+            elif self._groups[group] and begun:
                 raise CommandFailed(
                     f"the broker no longer has the position of group {group} in {self._stream}: nobody has read for days",
                     f"penstock group reset, {_HOW}",

@@ -2,22 +2,23 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from services.core import homes as timing
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.errors import BrokerError, NotAllowed, TopicExists, UnknownTopic
-from services.core.broker.producer import Producer
 from services.core.broker.several.broker import SeveralBrokers
 from services.core.homes import Home, Homes, State
 from services.core.pipes import PipeFile
 from services.core.yaml_source import BadConfiguration
-from services.fleet.migrate.copying import GIVE_UP, CopyDiffers, StreamCopy
+from services.fleet.migrate.copying import CopyDiffers, StreamCopy
+from services.fleet.migrate.former import FormerTopic, incarnation_of
 from services.fleet.migrate.movable import LoadPipes
-from services.fleet.migrate.positions import GroupPositions
+from services.fleet.migrate.places import CopyPlaces
+from services.fleet.migrate.positions import GroupPositions, Place
+from services.fleet.migrate.translating import TranslatedCopy
 from services.fleet.problem import CommandFailed
 
 _MARGIN_S = 0.2
@@ -28,8 +29,11 @@ lease. On brokers that are far away no pass may be so short. So after each longe
 which is together with the lease still less than HOLD_S."""
 _AGAIN_S = 0.2
 _PATIENCE_S = 60.0
-_MOST_TURNS = 20
-"""At the hand-over, each of a second or more."""
+SLOW_NEARLY_S, SLOW_MOST_S, SLOW_HOLD_S = 2.0, 4.0, 8.0
+"""The same where an end is Kinesis: each read of a shard waits for a fifth of a second, and a pass has some. So writers are held
+for longer."""
+_MOST_VOID_TURNS = 10
+"""At the hand-over: the rest took longer than the hold, each time."""
 FILE_S = 3.0
 """The time for which a pipe file may be unusable during a move: somebody may be saving it."""
 
@@ -83,12 +87,11 @@ class Migration:
         self._fleet, self._homes, self._load = fleet, homes, load
         self._stream, self._by, self._show, self._before = stream, by, show, before
         self._positions = GroupPositions(stream, self._newest_pipes, self._named)
-        self._copy: StreamCopy | None = None
+        self._copy: StreamCopy | TranslatedCopy | None = None
         self._copy_of = ""
         self._held_s = 0.0
-        self._groups = self._late = self._turns = 0
-        self._stored: dict[tuple[str, int], int] = {}
-        """By incarnation of a former topic and partition: the next offset of its late events."""
+        self._groups = self._void_turns = 0
+        self._former = FormerTopic(stream, fleet, homes, self._require)
 
     @property
     def home(self) -> Home:
@@ -97,9 +100,9 @@ class Migration:
 
     def result(self) -> Result:
         if self._copy is None:
-            return Result(self.home, groups=self._groups, late=self._late)
+            return Result(self.home, groups=self._groups, late=self._former.late)
         counts = self._copy.origins.counts()
-        return Result(self.home, self._copy.events, *counts, self._held_s, self._groups, self._late)
+        return Result(self.home, self._copy.events, *counts, self._held_s, self._groups, self._former.late)
 
     async def run(self, to: str) -> Result:
         """Until the stream lives on broker `to`; goes on where an earlier run ended. Raises CommandFailed, BrokerError kinds."""
@@ -119,11 +122,12 @@ class Migration:
 
     async def _step(self) -> None:
         await self._homes.refresh()
-        match self.home.state:
+        home = self.home
+        match home.state:
             case "copying":
                 await self._follow()
-                await self._positions.check(self.home)
-                await self._record("held")
+                await self._positions.check(home, await self._begins())
+                await self._record("held", home, hold=SLOW_HOLD_S if self._is_translated else 0.0)
             case "held":
                 await self._hand_over()
             case "written":
@@ -150,9 +154,10 @@ class Migration:
     def _progress(self) -> int:
         return 0 if self._copy is None else self._copy.progress
 
-    async def _record(self, state: State, **more: Any) -> bool:
+    async def _record(self, state: State, home: Home, **more: Any) -> bool:
+        """home: the one with which the step began. If somebody has taken another step since, this one is void."""
         self._before(state)
-        counts = await self._homes.record(self._stream, state, by=self._by, **more)
+        counts = await self._homes.record(self._stream, state, by=self._by, home=home, **more)
         self._before(f"after {state}")
         return counts
 
@@ -169,9 +174,11 @@ class Migration:
             )
         source, target = await self._named(home.readers), await self._named(to)
         self._show("creates the topic", 0, 1)
-        partitions = (await source.admin.topics()).get(self._stream)
-        if partitions is None:
-            raise CommandFailed(f"{home.readers} has no topic {self._stream}", "penstock apply")
+        try:
+            partitions = await source.appender.partition_count(self._stream)
+        except UnknownTopic as error:
+            raise CommandFailed(f"{home.readers} has no topic {self._stream}", "penstock apply") from error
+        self._require_whole_shards(home.readers, await source.reader.describe(self._stream), partitions)
         there = await self._incarnation(target)
         if there is not None and there == await self._incarnation(source):
             raise CommandFailed(
@@ -180,7 +187,7 @@ class Migration:
             )
         self._before("create")
         if home.former == to:  # its end is not certain: an append whose writer was frozen may have arrived later
-            await self._store_late(home, target, there)
+            await self._former.store_late(home, target, there)
             await self._delete_topic(home, target, there)
         elif home.undone == to:
             await self._delete_topic(home, target, home.copy)
@@ -192,10 +199,22 @@ class Migration:
             await self._check_empty(target, to, partitions)
         await target.admin.create_own_topics()
         stored = await source.reader.describe(self._stream)
-        known = home.bases.get(home.readers, {})
-        bases = {partition: held.start + known.get(partition, 0) for partition, held in stored.items()}
-        await self._record("copying", to=to, bases=bases, copy=await target.admin.incarnation(self._stream))
+        starts = {one: held.start + self._homes.base(home.readers, self._stream, one) for one, held in stored.items()}
+        copy = await target.admin.incarnation(self._stream)
+        if self._fleet.brokers.sparse & {home.readers, to}:
+            await self._record("copying", home, to=to, starts=starts, copy=copy)
+        else:
+            await self._record("copying", home, to=to, bases=starts, copy=copy)
         await self._homes.refresh()
+
+    def _require_whole_shards(self, name: str, shards: Collection[int], partitions: int) -> None:
+        """Raises CommandFailed for a stream on Kinesis whose partitions are not its shards, one each."""
+        if name in self._fleet.brokers.sparse and set(shards) != set(range(partitions)):
+            raise CommandFailed(
+                f"{self._stream} has {partitions} partitions in other shards on {name}: it was split or merged, or has fewer. "
+                "Which events of a shard belong to which partition is not known there",
+                "a pipe that copies the stream into one on the other broker",
+            )
 
     async def _check_empty(self, target: Broker, to: str, partitions: int) -> None:
         """The topic that is there was made by a killed command, or by somebody. Raises CommandFailed, UnsafeTopic."""
@@ -212,10 +231,7 @@ class Migration:
         await target.admin.check_durability([self._stream])
 
     async def _incarnation(self, broker: Broker) -> str | None:
-        try:
-            return await broker.admin.incarnation(self._stream)
-        except UnknownTopic:
-            return None
+        return await incarnation_of(broker, self._stream)
 
     async def _named(self, name: str) -> Broker:
         return await self._fleet.brokers.named(name)
@@ -241,30 +257,41 @@ class Migration:
                     raise CommandFailed(text, f"{remedy}; then the same command, which goes on", status=2) from error
             await asyncio.sleep(_AGAIN_S)
 
-    async def _stream_copy(self) -> StreamCopy:
+    @property
+    def _is_translated(self) -> bool:
+        return bool(self._fleet.brokers.sparse & {self.home.readers, self.home.to})
+
+    async def _begins(self) -> Mapping[int, int]:
+        """Where the copy begins, by the offsets of the stream."""
+        copy = await self._stream_copy()
+        return self._bases() if isinstance(copy, StreamCopy) else {**self.home.starts, **copy.begins}
+
+    async def _stream_copy(self) -> StreamCopy | TranslatedCopy:
         """That of the migration which is under way: somebody else may have given one up and begun the next."""
         home = self.home
         if self._copy is None or self._copy_of != home.copy:
             self._copy_of = home.copy
             source, target = await self._named(home.readers), await self._named(home.to)
-            bases = home.bases
-            self._copy = StreamCopy(self._stream, source, target, bases.get(home.readers, {}), bases.get(home.to, {}))
+            here, there = home.bases.get(home.readers, {}), home.bases.get(home.to, {})
+            if self._is_translated:
+                require = partial(self._require_copying, home.copy)
+                self._copy = TranslatedCopy(self._stream, source, target, here, home.starts, require)
+            else:
+                self._copy = StreamCopy(self._stream, source, target, here, there)
         return self._copy
 
     async def _follow(self) -> None:
         """Copy and compare, until little is left to do."""
         copy = await self._stream_copy()
-        limit = NEARLY_S
+        limit, most = (SLOW_NEARLY_S, SLOW_MOST_S) if self._is_translated else (NEARLY_S, MOST_S)
         while True:
-            began = time.monotonic()
             self._before("copy")
-            ends = await copy.ends()
-            await copy.advance()
-            await copy.compare()
-            self._show("copies and compares", copy.events, sum(ends.values()) - sum(self._bases().values()))
-            if time.monotonic() - began < limit:
+            total = await copy.total()
+            took = await copy.follow()
+            self._show("copies and compares", copy.events, max(total, copy.events))
+            if took < limit:
                 return
-            limit = min(1.1 * limit, MOST_S)
+            limit = min(1.1 * limit, most)
 
     def _bases(self) -> Mapping[int, int]:
         return self.home.bases.get(self.home.to, {})
@@ -272,28 +299,31 @@ class Migration:
     async def _hand_over(self) -> None:
         """The writers are held, or are continuing by themselves. Copy the rest, compare it, and give the stream to its new home.
 
-        Nothing that was acknowledged ends after the lease, and `written` is void when a writer went on.
+        Nothing that was acknowledged ends after the lease, and `written` is void when a writer went on, also when a second
+        command holds the writers again by then.
         """
+        home = self.home
+        if self._void_turns > _MOST_VOID_TURNS:
+            await self._record("released", home)
+            raise CommandFailed(
+                f"{self._stream}: the writers went on {self._void_turns} times before the rest was copied, so it stays on "
+                f"{self.home.readers}",
+                "the same command when fewer events arrive; or --undo",
+            )
         began = time.monotonic()
         copy = await self._stream_copy()
         try:
             await asyncio.sleep(timing.LEASE_S + _MARGIN_S)
             self._show("holds the writers", copy.events, copy.events)
             self._before("drain")
-            await copy.advance()
-            ends = await copy.ends()
-            copied = await copy.copied()
-            if ends != copied:  # a late append: the next turn finds it, or that the writers went on
-                self._turns += any(copied[one] > end for one, end in ends.items())
-                if self._turns > _MOST_TURNS:
-                    raise CopyDiffers(f"{self._stream}: the copy has more events than the stream", GIVE_UP)
+            if (complete := await copy.complete()) is None:
                 return
-            await copy.compare()
             if copy.origins.counts()[1]:
                 raise CopyDiffers(f"{self._stream}: the copy lacks events", f"penstock migrate {self._stream} --undo")
-            await self._record("written", ends=ends)
+            if not await self._record("written", home, **complete._asdict()):
+                self._void_turns += 1
         except CopyDiffers:
-            await self._record("released")
+            await self._record("released", home)
             raise
         finally:
             self._held_s = max(self._held_s, time.monotonic() - began)
@@ -305,9 +335,26 @@ class Migration:
         await asyncio.sleep(timing.LEASE_S + _MARGIN_S)
         await self._positions.wait_until_left(home)
         await self._require(home)
+        place = await self._place(home)
         self._before("groups")
-        self._groups = await self._positions.move(home)
-        await self._record("moved")
+        self._groups = await self._positions.move(home, place, partial(self._require, home))
+        await self._record("moved", home)
+
+    async def _place(self, home: Home) -> Place:
+        """For positions in a copy that is complete."""
+        if not self._is_translated:
+            return partial(self._same_place, home)
+        source, target = await self._named(home.readers), await self._named(home.to)
+        here = home.bases.get(home.readers, {})
+        marks = home.marks
+        if isinstance(self._copy, TranslatedCopy) and self._copy_of == home.copy:  # it has more of them
+            marks = {one: self._copy.marks.get(one) or some for one, some in marks.items()}
+        places = CopyPlaces(self._stream, source, target, here, home.ends, home.there, marks)
+        await places.begin()
+        return places.find
+
+    async def _same_place(self, home: Home, partition: int, offset: int) -> int:
+        return max(offset - home.bases.get(home.to, {}).get(partition, 0), 0)
 
     async def undo(self) -> Result:
         """Give up a migration that has not handed over yet, and delete the copy. May be repeated."""
@@ -330,8 +377,8 @@ class Migration:
                 f"then --to {home.readers}, which moves it back",
             )
         if home.state == "held":
-            await self._record("released")
-        if await self._record("undone"):
+            await self._record("released", home)
+        if await self._record("undone", self.home):
             await self._homes.refresh()
             await self._delete_topic(self.home, await self._named(home.to), self.home.copy)
         return self.result()
@@ -345,7 +392,7 @@ class Migration:
             raise CommandFailed(f"{self._stream} {text}: there is nothing to finish", "--status")
         former = await self._named(home.former)
         incarnation = await self._incarnation(former)
-        await self._store_late(home, former, incarnation)
+        await self._former.store_late(home, former, incarnation)
         await self._delete_topic(home, former, incarnation)
         await self._patiently(partial(self._record_finished, home))
         return self.result()
@@ -356,35 +403,19 @@ class Migration:
         if self.home.state is None and not self.home.former:
             return  # an earlier attempt without an answer has done it
         await self._require(home)
-        await self._record("finished")
-
-    async def _store_late(self, home: Home, former: Broker, incarnation: str | None) -> None:
-        """Send what was written to the former topic after the stream was handed over to the stream. May be repeated.
-
-        Nobody has answered for these events: their writers were frozen, and have repeated them. Or a writer does not follow the
-        homes, because it runs with a pipe file without `brokers`. So they are stored, maybe twice. Raises as `_require`.
-        """
-        if incarnation is None:
-            return
-        stored = await former.reader.describe(self._stream)
-        async with Producer(self._fleet.appender) as producer:
-            for partition, held in stored.items():
-                base = home.bases.get(home.former, {}).get(partition, 0)
-                beginning = home.ends.get(partition, held.end + base) - base
-                offset = max(held.start, self._stored.get((incarnation, partition), beginning))
-                while offset < held.end:
-                    await self._require(home)
-                    batch = await former.reader.read(self._stream, partition, offset, max_records=500)
-                    if batch is None:
-                        break
-                    (await producer.send_to(self._stream, {partition: batch.records})).raise_first()
-                    offset = self._stored[incarnation, partition] = batch.offsets[-1] + 1
-                    self._late += len(batch.records)
+        await self._record("finished", home)
 
     async def _require(self, home: Home) -> None:
         """Raises CommandFailed when somebody has moved the stream meanwhile: this command may have been frozen for hours."""
         await self._homes.refresh()
         if self.home.epoch != home.epoch:
+            raise self._moved_meanwhile()
+
+    async def _require_copying(self, copy: str) -> None:
+        """Raises CommandFailed when this copy is handed over or given up already: by a second command, while this one was frozen.
+        What it appends now would be events of the stream."""
+        await self._homes.refresh()
+        if self.home.copy != copy or self.home.state not in ("copying", "held"):
             raise self._moved_meanwhile()
 
     def _moved_meanwhile(self) -> CommandFailed:
@@ -394,9 +425,4 @@ class Migration:
         )
 
     async def _delete_topic(self, home: Home, broker: Broker, incarnation: str | None) -> None:
-        """Delete this one, and no other of its name, and never the stream itself. Raises as `_require`."""
-        live = {await self._incarnation(await self._named(name)) for name in (home.readers, home.writers)}
-        await self._require(home)
-        if incarnation and incarnation not in live and await self._incarnation(broker) == incarnation:
-            with suppress(UnknownTopic):
-                await broker.admin.delete_topic(self._stream)
+        await self._former.delete(home, broker, incarnation)

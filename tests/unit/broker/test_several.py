@@ -141,6 +141,52 @@ async def test_a_topic_moves_while_a_member_joins(tmp_path: Path, monkeypatch: p
                 await consumer.poll(max_records=1, max_wait=0)
 
 
+class _Moving(Places):
+    """In the middle of a move: readers on the default broker, writers on b, whose offsets are 100 higher."""
+
+    home = "default"
+
+    def of(self, topic: str) -> str:
+        return self.home
+
+    def written_to(self, topic: str) -> str:
+        return "b"
+
+    def base(self, name: str, topic: str, partition: int) -> int:
+        return 100 if name == "b" else 0
+
+
+async def test_offsets_have_the_base_of_the_broker_that_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The topic moves while the former broker answers: its offsets are not those of the new one."""
+    places = _Moving({})
+    openings = {"b": partial(LogBroker.open, str(tmp_path / "b"))}
+    async with LogBroker.open(str(tmp_path / "own")) as own, open_several(own, openings, places) as broker:
+        for one in (own, await broker.brokers.named("b")):
+            await one.admin.create_topic(TopicSpec("t", 1))
+            await one.appender.append("t", 0, [Record(None, b"1", 0)], timeout=600)
+        describe, named = own.reader.describe, broker.brokers.named
+
+        async def move(topic: str) -> Any:
+            found = await describe(topic)
+            places.home = "b"
+            return found
+
+        async def move_while_it_opens(name: str) -> Broker:
+            places.home = "b"
+            return await named(name)
+
+        assert await broker.reader.next_at_least("t") == {0: 101}, "new records go to the other broker"
+        monkeypatch.setattr(own.reader, "describe", move)
+        assert (await broker.reader.describe("t"))[0].end == 1
+        places.home = "default"
+        monkeypatch.setattr(broker.brokers, "named", move_while_it_opens)
+        batch = await broker.reader.read("t", 0, 0, max_records=1)
+        assert batch is not None
+        assert list(batch.offsets) == [0]
+
+
 async def test_both_are_polled_all_the_time() -> None:
     """Otherwise an event waits up to a second for the next call, because the poll of its broker has ended before the other's."""
     first, second, consumer, _ = _both()

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -59,6 +60,17 @@ def test_each_step_continues_the_one_before() -> None:
         "the former topic is still there"
     )
     assert moved.after(9, Move("copying", "a", moved.epoch, "x", 0, home="b")) is not None
+
+
+def test_the_marks_of_a_copy_are_in_the_record_of_the_hand_over() -> None:
+    """Whoever completes the move after a crash begins at them. Offsets of Kinesis have 206 bits."""
+    held = _apply(Home("a", "a"), STEPS[:2])
+    move = Move("written", "b", held.epoch, "x", 0, there={0: 9}, marks={0: [(1 << 205, 5), (1 << 206, 7)]})
+    written = held.after(9, msgspec.json.decode(msgspec.json.encode(move), type=Move))
+    assert written is not None
+    assert written.marks == {0: [(1 << 205, 5), (1 << 206, 7)]}
+    moved = _apply(written, ["moved", "finished", "copying"], to="a")
+    assert moved.marks == {}
 
 
 def test_the_first_record_counts_more_than_the_pipe_file() -> None:

@@ -335,7 +335,11 @@ def test_a_stream_lives_on_a_named_broker(tmp_path: Path) -> None:
         ({"streams": {"orders": {"on": "third"}}}, "streams.orders.on", "is not among brokers: default, second"),
         ({"brokers": {"default": "log:///x", "second": "log:///y"}}, "brokers.default", "the fleet's own broker"),
         ({"brokers": {"second": "kafka://me:hunter2@host:9092"}}, "brokers.second", "no user or password"),
-        ({"brokers": {"second": "kinesis://eu-west-1"}}, "brokers.second", "on the fleet's own broker only"),
+        (
+            {"brokers": {"kin": "kinesis://eu-west-1"}, "streams": {"s": {"on": "kin", "compact": True}}, "pipes": {}},
+            "streams.s.compact",
+            "kin is Kinesis, which keeps no event",
+        ),
         ({"brokers": {"second": "log://relative"}}, "brokers.second", "must be absolute"),
         (
             {

@@ -25,6 +25,10 @@ class FakeBroker:
         self.features = Features(True, False, 1 << 20)
         self.appender = self
 
+    def is_contiguous(self, topic: str) -> bool:
+        """As in the contract."""
+        return self.features.contiguous_offsets
+
     async def partition_count(self, topic: str) -> int:
         count = sum(source.topic == topic for source in self.stored)
         if not count:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import structlog
 
-from services.core.broker.contract import Lag
+from services.core.broker.contract import Features, Lag
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
@@ -261,9 +261,10 @@ async def test_where_ends_are_unknown_the_lag_says_since_when() -> None:
     """Broken: on Kinesis no minute becomes final, or one does before its events are delivered."""
     appender, broker = MemoryAppender(), FakeBroker({"s": 2})
     appender.create(TELEMETRY, 1)
+    broker.features = Features(False, False, 1 << 20)
     opened: Any = broker
     async with Producer(appender) as producer:
-        ledger = LaneLedger.open(producer, opened, "i", "late", "hook", ["s"], "late.retry", timed=True)
+        ledger = LaneLedger.open(producer, opened, "i", "late", "hook", ["s"], "late.retry")
 
         async def measure(*lags: Lag) -> int | None:
             await ledger.measure_ends()

@@ -10,13 +10,14 @@ from collections.abc import Iterable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
 from services.core.audit import Entry
 from services.core.broker.connect import open_broker
-from services.core.broker.contract import Broker
+from services.core.broker.contract import Broker, Lag, PartitionRange
 from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
@@ -34,6 +35,8 @@ from services.core.transform_marks import Begin, TransformMark, read_transform_m
 from services.fleet.dead.audit import read_audit, whoami
 from services.fleet.lanes import find_lanes
 from services.fleet.offsets import (
+    PartitionOffsets,
+    _resolve,
     plan_moves,
     require_no_members,
     reset_offsets,
@@ -758,3 +761,12 @@ def test_a_transform_whose_checkpoint_is_lost_begins_again(shell: Shell, tmp_pat
     assert shell.run("dead", "audit", "--json") == 0
     assert [json.loads(line)["filters"]["transform"] for line in shell.out.splitlines()] == ["sums", "sums"]
     assert shell.run("group", "reset", "sums", "--to-earliest", "--yes") == 1, "there is nothing to reset"
+
+
+async def test_an_empty_shard_is_not_moved() -> None:
+    """It has no offset to commit, also where the offsets of a stream that was moved have a base."""
+    broker = Mock(is_contiguous=lambda _topic: False)
+    lane, base = Mock(topics=["s"]), 1 << 200
+    held = {0: PartitionRange(base, base), 1: PartitionRange(base + 3, base + 9)}
+    offsets = [PartitionOffsets(TopicPartition("s", number), one, None, Lag(0, 0)) for number, one in held.items()]
+    assert await _resolve(broker, lane, "earliest", offsets) == {TopicPartition("s", 1): base + 3}

@@ -17,8 +17,9 @@ from services.core.broker.log.retention import remove_before
 from services.core.broker.log.topic_store import TopicStore
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
+from services.core.homes import Home, State
 from services.core.pipes import PipeFile
-from services.fleet.migrate import copying, positions
+from services.fleet.migrate import copying, positions, steps
 from services.fleet.migrate.movable import check_movable, load_movable
 from services.fleet.migrate.steps import Migration
 from services.fleet.problem import CommandFailed
@@ -276,6 +277,23 @@ async def test_what_came_late_to_the_former_topic_is_stored(world: World, tmp_pa
         assert batch.records[0].value == b"late"
 
 
+async def test_a_former_topic_that_answers_nothing_is_not_deleted(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a moment: its late events would be gone."""
+    await _fill(world, 3)
+    async with world.process() as (broker, places):
+        await Migration(broker, places, world.load, STREAM, "test").run("second")
+        async with LogBroker.open(str(tmp_path / "own")) as own:
+            await own.appender.append(STREAM, 0, [Record(None, b"late", 0)], timeout=600)
+            with monkeypatch.context() as patch:
+                patch.setattr((await broker.brokers.named("default")).reader, "read", AsyncMock(return_value=None))
+                with pytest.raises(Unavailable, match="what is before its end is not seen"):
+                    await Migration(broker, places, world.load, STREAM, "test").finish()
+            assert STREAM in await own.admin.topics()
+        assert (await Migration(broker, places, world.load, STREAM, "test").finish()).late == 1
+
+
 @pytest.mark.parametrize("is_stored", [True, False])
 async def test_a_control_topic_that_is_away_for_a_moment_ends_no_finish(world: World, is_stored: bool) -> None:
     """Kafka's coordinator is loading, so the last step is not recorded; the person sees an error after the topic is deleted."""
@@ -357,6 +375,85 @@ async def test_a_command_that_was_frozen_deletes_nothing(world: World) -> None:
         with pytest.raises(CommandFailed, match="somebody else has moved orders"):
             await migration.finish()
         assert (await broker.reader.describe(STREAM))[0].end == 3
+
+
+async def test_a_command_that_was_frozen_moves_no_group(world: World) -> None:
+    """Somebody else has completed the move, and the group has read on: it would get these events again."""
+    await _fill(world, 10)
+    async with world.process() as (broker, places), world.process() as (other, others):
+        await broker.admin.set_committed(GROUP, STREAM, {0: 3, 1: -1})
+        migration = Migration(broker, places, world.load, STREAM, "test")
+        same_place, frozen = migration._same_place, list[int]()
+
+        async def freeze(home: Home, partition: int, offset: int) -> int:
+            if not frozen:
+                frozen.append(partition)
+                await Migration(other, others, world.load, STREAM, "rival").run("second")
+                await other.admin.set_committed(GROUP, STREAM, {0: 8})
+            return await same_place(home, partition, offset)
+
+        migration._same_place = freeze  # type: ignore[method-assign]
+        with pytest.raises(CommandFailed, match="somebody else has moved orders"):
+            await migration.run("second")
+        assert (await other.admin.positions(GROUP, STREAM))[0] == 9
+
+
+async def test_a_copy_that_was_handed_over_or_given_up_is_written_no_more(world: World) -> None:
+    """A second command may have done it while this one was frozen."""
+    await _fill(world, 3)
+    async with world.process() as (broker, places), world.process() as (other, others):
+        migration = Migration(broker, places, world.load, STREAM, "test")
+        for end in ("undo", "run"):
+            await migration._begin("second")
+            copy = places.home(STREAM).copy
+            await migration._require_copying(copy)
+            rival = Migration(other, others, world.load, STREAM, "rival")
+            await others.refresh()
+            await (rival.undo() if end == "undo" else rival.run("second"))
+            with pytest.raises(CommandFailed, match="somebody else has moved orders"):
+                await migration._require_copying(copy)
+
+
+async def test_a_hold_that_is_always_too_short_ends_the_command(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many partitions, or many events: each turn would hold the writers again, for ever."""
+    monkeypatch.setattr(steps, "_MOST_VOID_TURNS", 1)
+    await _fill(world, 3)
+    async with world.process() as (broker, places):
+        record = places.record
+
+        async def too_late(stream: str, state: State, **more: Any) -> bool:
+            if state == "written":
+                await record(stream, "released", by="a writer")
+            return await record(stream, state, **more)
+
+        places.record = too_late  # type: ignore[method-assign]
+        with pytest.raises(CommandFailed, match="the writers went on 2 times"):
+            await Migration(broker, places, world.load, STREAM, "test").run("second")
+        assert places.home(STREAM).writers == "default"
+
+
+async def test_a_hand_over_counts_only_while_its_own_hold_lasts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command was slow: the writers went on, and a second command holds them again. What was acknowledged in between is no
+    part of the copy that the first command has completed."""
+    await _fill(world, 3)
+    async with world.process() as (broker, places), world.process() as (_, others):
+        complete, overtaken = copying.StreamCopy.complete, list[int]()
+
+        async def be_overtaken(copy: copying.StreamCopy) -> copying.Complete | None:
+            found = await complete(copy)
+            if not overtaken:
+                overtaken.append(1)
+                await others.refresh()
+                assert await others.record(STREAM, "released", by="a writer")
+                await _fill(world, 1)
+                assert await others.record(STREAM, "held", by="rival")
+                await places.refresh()
+            return found
+
+        monkeypatch.setattr(copying.StreamCopy, "complete", be_overtaken)
+        result = await Migration(broker, places, world.load, STREAM, "test").run("second")
+        assert (await broker.reader.describe(STREAM))[0] == PartitionRange(0, 4)
+        assert result.events == 4
 
 
 async def test_the_same_broker_by_another_name_is_refused(tmp_path: Path) -> None:
@@ -546,8 +643,15 @@ def test_what_cannot_move_is_named(changes: dict[str, Any], to: str, text: str) 
 
 
 @pytest.mark.parametrize(("on", "to"), [("default", "second"), ("second", "default")])
-def test_kinesis_is_no_end_of_a_move(on: str, to: str) -> None:
-    """Only the fleet's own broker can be Kinesis."""
+def test_a_fleet_of_kinesis_moves_nothing(on: str, to: str) -> None:
+    """Its processes read the controls too seldom."""
     file = {"brokers": {"second": "log:///x"}, "streams": {"s": {"on": on}}, "pipes": {"p": _PIPE}}
-    with pytest.raises(CommandFailed, match="default is Kinesis"):
+    with pytest.raises(CommandFailed, match="own broker is Kinesis"):
         check_movable(PipeFile.model_validate(file), "s", to, "kinesis://eu-west-1")
+
+
+def test_a_fleet_of_kinesis_is_not_told_to_name_brokers() -> None:
+    """The fleet would not start with them."""
+    file = PipeFile.model_validate({"streams": {"s": {}}, "pipes": {"p": _PIPE}})
+    with pytest.raises(CommandFailed, match="own broker is Kinesis"):
+        check_movable(file, "s", "second", "kinesis://eu-west-1")

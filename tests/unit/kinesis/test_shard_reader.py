@@ -186,6 +186,25 @@ async def test_an_idle_stream_whose_records_expired_is_no_gap() -> None:
         assert await reader.read(1) == [2]
 
 
+async def test_a_position_that_was_set_at_the_end_of_an_idle_stream_is_no_gap() -> None:
+    """A migration, or an operator. If it fails, each quiet partition stops with an alarm at the first restart after its last
+    record has expired."""
+    shard = FakeShard()
+    row = ROW._replace(committed=offset_of(shard.put([1])), settled=shard.now_ms)
+    async with _reading(shard, row) as reader:
+        await reader.until(lambda: reader.held.is_placed)
+        assert await reader.held.renew()
+        row = reader.table.stored[row.key]
+    shard.now_ms += RETENTION + 1000
+    new = shard.put([2])
+    shard.trim(new)
+    async with _reading(shard, row._replace(settled=shard.now_ms - 60_000)) as reader:
+        backlog = reader.held.backlog
+        await reader.until(lambda: backlog.has_records() or backlog.error is not None)
+        assert backlog.error is None
+        assert await reader.read(1) == [2]
+
+
 async def test_nothing_processed_within_the_retention_is_loud() -> None:
     """If it fails, a group that never committed loses what expired meanwhile without a word."""
     shard = FakeShard()

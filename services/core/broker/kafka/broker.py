@@ -65,6 +65,10 @@ class KafkaBroker:
             await broker._sending.client()
             yield broker
 
+    def is_contiguous(self, topic: str) -> bool:
+        """As in the contract."""
+        return self.features.contiguous_offsets
+
     def consumer(
         self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
     ) -> AbstractAsyncContextManager[Consumer]:

@@ -92,6 +92,10 @@ class PrefixedBroker:
         async with self._broker.consumer(names.full(group), full, start=start, on_revoke=revoke) as consumer:
             yield _PrefixedConsumer(consumer, names)
 
+    def is_contiguous(self, topic: str) -> bool:
+        """As in the contract."""
+        return self.features.contiguous_offsets
+
     def consumer(
         self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
     ) -> AbstractAsyncContextManager[Consumer]:
@@ -220,6 +224,9 @@ class _PrefixedAdmin:
 
     async def next_at_least(self, topic: str) -> dict[int, int]:
         return await self._reader.next_at_least(self._full(topic))
+
+    async def fence(self, topic: str) -> dict[int, int]:
+        return await self._reader.fence(self._full(topic))
 
     async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
         return await self._reader.offsets_at(self._full(topic), start)

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 from botocore.exceptions import ClientError
 
 from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
-from services.core.broker.errors import GroupHasMembers, Unavailable, UnknownTopic
+from services.core.broker.errors import GroupHasMembers, TopicExists, Unavailable, UnknownTopic
 from services.core.broker.kinesis.aws import Timing, bounded, classify_create
 from services.core.broker.kinesis.consumer import KinesisMemberBackend, SharedResources
+from services.core.broker.kinesis.fence import Fence, put_fences, read_fence
 from services.core.broker.kinesis.incarnation import Stream
 from services.core.broker.kinesis.leases import Lease, LeaseExpiry, LeaseTable, StartPosition, by_stream
 from services.core.broker.kinesis.pace import ReadPace
@@ -25,9 +26,18 @@ from services.core.broker.kinesis.shard_lookup import (
     stored_range,
 )
 from services.core.broker.kinesis.shard_source import ShardSource
-from services.core.broker.kinesis.streams import PARTITIONS_TAG, PAUSE_S, Shard, next_split, settle, shard_id, status_of
+from services.core.broker.kinesis.streams import (
+    PARTITIONS_TAG,
+    PAUSE_S,
+    Shard,
+    next_split,
+    read_tags,
+    settle,
+    shard_id,
+    status_of,
+)
 from services.core.broker.prefix import find_own
-from services.core.broker.record import Batch
+from services.core.broker.record import Batch, TopicPartition
 
 _UNSETTLED = StartPosition("offset", 0)
 """For a row that an operator created: its offset is committed, so it has no start of its own."""
@@ -113,6 +123,8 @@ async def find_members(table: LeaseTable, timing: Timing, *, once: bool = False)
 
 
 _HOUR_MS = 3_600_000
+_FENCE_S = 3600.0
+"""Much less than the shortest retention: until then it is certainly stored."""
 _SHORTEST_HOURS, _LONGEST_HOURS = 24, 8_760
 
 _T = TypeVar("_T")
@@ -124,6 +136,8 @@ class KinesisAdmin:
     def __init__(self, shared: SharedResources) -> None:
         self._shared, self._kinesis, self._streams = shared, shared.clients.kinesis, shared.streams
         self.ends = KnownEnds(shared.incarnations.clock.now_ms)
+        self._fences: dict[TopicPartition, Fence] = {}
+        """The last one of each shard."""
 
     async def create_topic(self, spec: TopicSpec) -> None:
         """As in the contract. Retention is a day at least and a year at most; there is no compaction."""
@@ -135,13 +149,28 @@ class KinesisAdmin:
                     StreamName=spec.name, ShardCount=spec.first_shards, Tags={PARTITIONS_TAG: str(spec.partitions)}
                 )
             except ClientError as error:
-                raise classify_create(error, f"create {spec.name}") from error
+                found = classify_create(error, f"create {spec.name}")
+                if isinstance(found, TopicExists):
+                    await self._complete(spec)
+                raise found from error
         await settle(self._kinesis, spec.name, self._shared.timing)
-        if (hours := retention_hours(spec.retention_ms)) > _SHORTEST_HOURS:
-            async with self._bounded(f"set the retention of {spec.name}"):
-                await self._kinesis.increase_stream_retention_period(StreamName=spec.name, RetentionPeriodHours=hours)
-            await settle(self._kinesis, spec.name, self._shared.timing)
+        await self._raise_retention(spec.name, _SHORTEST_HOURS, retention_hours(spec.retention_ms))
         self._streams.forget(spec.name)
+
+    async def _complete(self, spec: TopicSpec) -> None:
+        """Of a stream of ours that is there already: it was created in two steps, and its maker may have been killed between
+        them. Its retention is raised then, and never lowered."""
+        if (await read_tags(self._kinesis, spec.name, self._shared.timing)).get(PARTITIONS_TAG) != str(spec.partitions):
+            return
+        await settle(self._kinesis, spec.name, self._shared.timing)
+        now = (await self._shared.incarnations.find(spec.name, max_age=0.0)).retention_ms // _HOUR_MS
+        await self._raise_retention(spec.name, now, retention_hours(spec.retention_ms))
+
+    async def _raise_retention(self, topic: str, now: int, hours: int) -> None:
+        if hours > now:
+            async with self._bounded(f"set the retention of {topic}"):
+                await self._kinesis.increase_stream_retention_period(StreamName=topic, RetentionPeriodHours=hours)
+            await settle(self._kinesis, topic, self._shared.timing)
 
     async def create_own_topics(self) -> None:
         """As in the contract: there are none."""
@@ -157,6 +186,7 @@ class KinesisAdmin:
             await asyncio.sleep(PAUSE_S)
         self._streams.forget(topic)
         self._shared.incarnations.forget(topic)
+        self._fences = {shard: found for shard, found in self._fences.items() if shard.topic != topic}
 
     async def topics(self) -> dict[str, int]:
         """As in the contract: all streams of the account in this region, without those of other fleets."""
@@ -201,6 +231,26 @@ class KinesisAdmin:
         """As in the contract, per open shard."""
         return await self._per_shard(topic, next_at_least, only_open=True)
 
+    async def fence(self, topic: str) -> dict[int, int]:
+        """As in the contract, per open shard: an entry without records in each."""
+
+        async def put() -> tuple[list[Shard], dict[int, str]]:
+            shards = [one for one in (await self._streams.find(topic, max_age=0)).shards if one.is_open]
+            return shards, await put_fences(self._shared.clients.put_records, topic, shards)
+
+        began_ms = self._shared.incarnations.clock.now_ms()
+        shards, sequences = await retry_briefly(put)
+        within = self._shared.timing.request
+
+        async def see(shard: Shard) -> int:
+            source, sequence = self._source(topic, shard), sequences[shard.number]
+            return await retry_briefly(lambda: read_fence(source, sequence, within))
+
+        offsets = await asyncio.gather(*map(see, shards))
+        for shard, offset in zip(shards, offsets, strict=True):
+            self._fences[TopicPartition(topic, shard.number)] = Fence(time.monotonic(), offset, began_ms)
+        return {shard.number: offset for shard, offset in zip(shards, offsets, strict=True)}
+
     async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
         """As in the contract, per shard."""
         return await self._per_shard(topic, lambda source: offset_at(source, start))
@@ -230,7 +280,11 @@ class KinesisAdmin:
             row = mine.get(source.shard)
             if row is None:
                 return None
-            return await offset_from(source, row.start) if row.committed is None else row.committed + 1
+            if row.committed is not None:
+                return row.committed + 1
+            fence = self._fence_of(source)
+            is_behind = fence is not None and row.start.kind == "arrival" and row.start.value <= fence.began_ms
+            return await offset_from(source, row.start, sees_some=is_behind)
 
         found = await self._per_shard(topic, find)
         return {number: offset for number, offset in found.items() if offset is not None}
@@ -303,7 +357,18 @@ class KinesisAdmin:
     async def read_shard(self, topic: str, shard: Shard, offset: int, *, max_records: int) -> Batch | None:
         """As `read`, of a shard that the caller knows: asks for no list of shards. Raises UnknownTopic when it is gone."""
         source = self._source(topic, shard)
-        return await retry_briefly(lambda: read_at(source, offset, max_records, ends=self.ends))
+        fence = self._fence_of(source)
+        end = 0 if fence is None else fence.offset
+        return await retry_briefly(lambda: read_at(source, offset, max_records, ends=self.ends, fence=end))
+
+    def _fence_of(self, source: ShardSource) -> Fence | None:
+        """One that is certainly still stored."""
+        shard = TopicPartition(source.topic, source.shard)
+        fence = self._fences.get(shard)
+        if fence is not None and time.monotonic() > fence.seen + _FENCE_S:
+            del self._fences[shard]
+            return None
+        return fence
 
     def pace(self, topic: str, shard: int) -> ReadPace:
         """Of this process's reads of a shard."""

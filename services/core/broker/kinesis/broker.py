@@ -52,6 +52,10 @@ class KinesisBroker:
                 await broker.appender.close()
                 await broker._streams.close()
 
+    def is_contiguous(self, topic: str) -> bool:
+        """As in the contract."""
+        return self.features.contiguous_offsets
+
     def consumer(
         self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
     ) -> AbstractAsyncContextManager[Consumer]:

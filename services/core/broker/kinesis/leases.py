@@ -302,7 +302,10 @@ class HeldLease:
     def _progressed(self, row: Lease) -> Lease:
         row = row.progressed(self.backlog.settled, self.retention, self.open_ms)
         copy = self.backlog.passed_copy()  # nobody commits what is not returned
-        return row if copy is None or copy[0] <= (row.committed or 0) else _committed(row, *copy)
+        # Who sets a position does not know when its record arrived. The member does when it has passed the entry there.
+        if copy is None or (copy[0] <= (row.committed or 0) and row.arrived):
+            return row
+        return _committed(row, *copy)
 
     def close(self) -> None:
         """The lease is lost or released."""

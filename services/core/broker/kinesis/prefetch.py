@@ -333,7 +333,8 @@ class Backlog:
         self._update_settled()
 
     def drop_copy(self, entry: StoredEntry) -> None:
-        """This entry is a second copy: it is not returned, and counts as processed once everything before it is."""
+        """This entry is a second copy, or has no records: it is not returned, and counts as processed once everything before it
+        is."""
         if not self._copies or self._copies[-1][0] < entry.next - 1:  # else it is read once more
             self._copies.append((entry.next - 1, entry.arrived))
             metrics.BROKER_COPIES.labels(self.source.topic).inc(len(entry.records))

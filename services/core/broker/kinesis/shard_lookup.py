@@ -86,6 +86,8 @@ _WAIT_SECONDS = (0.2, 0.6)
 _CERTAINLY_KEPT_MS = 23 * 3_600_000
 """A stream keeps records for a day at least. An hour is for clocks."""
 _MOST_ENDS = 10_000
+_LEAST_SEQUENCE = 1 << 64
+"""All of the service are higher. A lower one is an offset that the stream had on another broker."""
 
 _T = TypeVar("_T")
 
@@ -130,10 +132,13 @@ class KnownEnds:
         return end == offset != 0 and self._now_ms() < arrived + _CERTAINLY_KEPT_MS
 
 
-async def read_at(source: ShardSource, offset: int, max_records: int, *, ends: KnownEnds | None = None) -> Batch | None:
+async def read_at(
+    source: ShardSource, offset: int, max_records: int, *, ends: KnownEnds | None = None, fence: int = 0
+) -> Batch | None:
     """As `Reader.read`. Offset 0 is the oldest record. At the end of a shard it costs one read.
 
-    None for a closed shard means that it has no more.
+    None for a closed shard means that it has no more. fence: an entry that was read before. None means that this read has seen
+    it or a later one, too: so nothing before it was passed over, whichever host answered.
     """
     sequence, sub = split_offset(offset)
     shard, arrivals = TopicPartition(source.topic, source.shard), dict[int, int]()
@@ -153,6 +158,8 @@ async def read_at(source: ShardSource, offset: int, max_records: int, *, ends: K
     if not is_kept:
         await _check_stored(source, offset)
     batches = found.poll(max_records)
+    if not batches and offset < fence and max(arrivals, default=0) < fence:
+        raise Unavailable(f"{source.topic}[{source.shard}]: what was read before is not there now")
     end = batches[0].offsets[-1] + 1 if batches else offset
     if ends is not None and end in arrivals:
         ends.record(shard, end, arrivals[end])
@@ -172,8 +179,9 @@ async def offset_at(source: ShardSource, start: Start) -> int:
     return stored.start if start == "earliest" else stored.end
 
 
-async def offset_from(source: ShardSource, start: StartPosition) -> int | None:
-    """The offset at which a group with this start begins the shard; None: at its oldest record."""
+async def offset_from(source: ShardSource, start: StartPosition, *, sees_some: bool = False) -> int | None:
+    """The offset at which a group with this start begins the shard; None: at its oldest record. sees_some: an entry has arrived
+    since. Then a read that finds none has ended early, and Unavailable is raised: the end would be behind unread events."""
     if start.kind == "offset":
         return start.value
     if start.kind == "oldest":
@@ -181,6 +189,8 @@ async def offset_from(source: ShardSource, start: StartPosition) -> int | None:
     if start.kind == "date":
         return await offset_at(source, datetime.fromtimestamp(start.value / 1000, UTC))
     first = await _first(source, at_time(start.value))
+    if first is None and sees_some:
+        raise Unavailable(f"{source.topic}[{source.shard}]: what was read before is not there now")
     return (await stored_range(source)).end if first is None else offset_of(first["SequenceNumber"])
 
 
@@ -223,6 +233,8 @@ async def _entries_from(
     first = split_offset(offset)[0]
     begin = after_sequence(first) if is_whole else at_sequence(first) if offset else OLDEST
     try:
+        if offset and not is_whole and int(first) < _LEAST_SEQUENCE:
+            raise UnknownSequence(first)
         async for answer in source.read_to_end(begin, limit):
             for entry in answer.entries:
                 yield parse_entry(entry)

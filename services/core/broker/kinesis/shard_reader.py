@@ -185,10 +185,11 @@ class _Reader:
         self._context.wake()
 
     def _drop_copies(self, entries: Sequence[StoredEntry]) -> list[StoredEntry]:
-        """The entries that are no copies. Only entries that are for the group, or processed by it, may be given here."""
+        """The entries that are no copies, and no fences: entries without records. Only entries that are for the group, or
+        processed by it, may be given here."""
         passed: list[StoredEntry] = []
         for entry in entries:
-            if self._known.is_copy(entry):
+            if self._known.is_copy(entry) or not entry.records:
                 self._held.backlog.drop_copy(entry)
             else:
                 passed.append(entry)

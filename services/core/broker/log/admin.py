@@ -45,6 +45,10 @@ class LogAdmin:
         """As in the contract: the ends."""
         return {partition: held.end for partition, held in (await self.describe(topic)).items()}
 
+    async def fence(self, topic: str) -> dict[int, int]:
+        """As in the contract: the ends."""
+        return await self.next_at_least(topic)
+
     async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
         return await self._readers.use(topic, lambda reader: reader.offsets_at(start))
 

@@ -72,6 +72,10 @@ class LogBroker:
         finally:
             await membership.leave()
 
+    def is_contiguous(self, topic: str) -> bool:
+        """As in the contract."""
+        return self.features.contiguous_offsets
+
     async def probe(self, topic: str, *, timeout: float) -> None:
         await self.appender.probe(topic, timeout)
 

@@ -1,17 +1,18 @@
 """Administration and reading over several brokers."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
-from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
+from services.core.broker.contract import Broker, Lag, PartitionRange, Start, TopicSpec
 from services.core.broker.errors import UnsafeTopic
 from services.core.broker.record import Batch
 from services.core.broker.rights import Right, RightsReader
-from services.core.broker.several.brokers import Brokers, shift_batch
+from services.core.broker.several.brokers import Brokers, shift_batch, shifted_errors
 
 _ELSEWHERE = (
     "the pipe file says that it lives on {home}, and {there} has a topic of this name. Its events would be left behind there. "
     "Try: on: {there}; or, when nobody needs these events, delete that topic"
 )
+Shift = Callable[[Mapping[int, int]], dict[int, int]]
 _ON_EACH = ("penstock.groups",)
 """Topics that each Kafka has for itself."""
 
@@ -56,13 +57,15 @@ class SeveralAdmin:
         await (await self._brokers.of(topic)).admin.add_partitions(topic, partitions)
 
     async def committed(self, group: str, topic: str) -> dict[int, int]:
-        return self._shift(topic, await (await self._brokers.of(topic)).admin.committed(group, topic))
+        broker, shift = await self._home(topic)
+        return shift(await broker.admin.committed(group, topic))
 
     async def has_begun(self, group: str, topic: str) -> bool:
         return await (await self._brokers.of(topic)).admin.has_begun(group, topic)
 
     async def positions(self, group: str, topic: str) -> dict[int, int]:
-        return self._shift(topic, await (await self._brokers.of(topic)).admin.positions(group, topic))
+        broker, shift = await self._home(topic)
+        return shift(await broker.admin.positions(group, topic))
 
     async def members(self, group: str) -> list[str]:
         """Of each broker: a member that reads on two of them has two names."""
@@ -72,16 +75,17 @@ class SeveralAdmin:
         return found
 
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
-        stored = {partition: offset - self._base(topic, partition) for partition, offset in processed.items()}
-        await (await self._brokers.of(topic)).admin.set_committed(group, topic, stored)
+        name, base = self._brokers.places.of(topic), self._brokers.places.base
+        stored = {partition: offset - base(name, topic, partition) for partition, offset in processed.items()}
+        await (await self._brokers.named(name)).admin.set_committed(group, topic, stored)
 
     async def copy_positions(self, group: str, to: str, topic: str) -> bool:
         return await (await self._brokers.of(topic)).admin.copy_positions(group, to, topic)
 
     @property
     def why_not_compact(self) -> str | None:
-        found = (broker.admin.why_not_compact for broker in self._brokers.opened())
-        return next((why for why in found if why is not None), None)
+        """Of the fleet's own. A pipe file has no compacted stream on another broker that cannot have it."""
+        return next(iter(self._brokers.opened())).admin.why_not_compact
 
     async def incarnation(self, topic: str) -> str:
         return await (await self._brokers.of(topic)).admin.incarnation(topic)
@@ -122,26 +126,39 @@ class SeveralAdmin:
         return right.kind == "group" or right.name in _ON_EACH or self._brokers.places.of(right.name) == name
 
     async def describe(self, topic: str) -> dict[int, PartitionRange]:
-        found = await (await self._brokers.of(topic)).reader.describe(topic)
-        bases = {partition: self._base(topic, partition) for partition in found}
-        return {
-            partition: PartitionRange(held.start + bases[partition], held.end + bases[partition])
-            for partition, held in found.items()
-        }
+        broker, shift = await self._home(topic)
+        found = await broker.reader.describe(topic)
+        starts = shift({partition: held.start for partition, held in found.items()})
+        ends = shift({partition: held.end for partition, held in found.items()})
+        return {partition: PartitionRange(start, ends[partition]) for partition, start in starts.items()}
 
     async def next_at_least(self, topic: str) -> dict[int, int]:
-        return self._shift(topic, await (await self._brokers.of(topic)).reader.next_at_least(topic))
+        """Of the broker that new records go to."""
+        broker, shift = await self._home(topic, self._brokers.places.written_to(topic))
+        return shift(await broker.reader.next_at_least(topic))
+
+    async def fence(self, topic: str) -> dict[int, int]:
+        broker, shift = await self._home(topic)
+        return shift(await broker.reader.fence(topic))
 
     async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
-        return self._shift(topic, await (await self._brokers.of(topic)).reader.offsets_at(topic, start))
+        broker, shift = await self._home(topic)
+        return shift(await broker.reader.offsets_at(topic, start))
 
     async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
-        reader, base = (await self._brokers.of(topic)).reader, self._base(topic, partition)
-        batch = await reader.read(topic, partition, offset - base, max_records=max_records)
+        name = self._brokers.places.of(topic)
+        base = self._brokers.places.base(name, topic, partition)
+        reader = (await self._brokers.named(name)).reader
+        with shifted_errors(base):
+            batch = await reader.read(topic, partition, offset - base, max_records=max_records)
         return None if batch is None else shift_batch(batch, base)
 
-    def _base(self, topic: str, partition: int) -> int:
-        return self._brokers.places.base(self._brokers.places.of(topic), topic, partition)
+    async def _home(self, topic: str, name: str = "") -> tuple[Broker, Shift]:
+        """The broker where the topic lives, or the one of this name; and what adds the bases there, because the topic may move
+        before the broker answers."""
+        name, base = name or self._brokers.places.of(topic), self._brokers.places.base
 
-    def _shift(self, topic: str, offsets: Mapping[int, int]) -> dict[int, int]:
-        return {partition: offset + self._base(topic, partition) for partition, offset in offsets.items()}
+        def shift(offsets: Mapping[int, int]) -> dict[int, int]:
+            return {partition: offset + base(name, topic, partition) for partition, offset in offsets.items()}
+
+        return await self._brokers.named(name), shift

@@ -37,7 +37,7 @@ class SeveralAppender:
 
 
 class SeveralBrokers:
-    """As in the contract. None of them is Kinesis: its offsets are of another kind, and services ask once for all topics."""
+    """As in the contract. Shards of streams on Kinesis are not adapted to the load: `resharding` is for a fleet of one broker."""
 
     resharding = None
 
@@ -48,8 +48,9 @@ class SeveralBrokers:
 
     @property
     def features(self) -> Features:
-        """Of those that are open now."""
+        """Of those that are open now; offsets are contiguous where all brokers of the fleet have such."""
         first, *others = (broker.features for broker in self.brokers.opened())
+        first = replace(first, contiguous_offsets=first.contiguous_offsets and not self.brokers.sparse)
         for one in others:
             first = replace(
                 first,
@@ -57,6 +58,10 @@ class SeveralBrokers:
                 max_record_bytes=min(first.max_record_bytes, one.max_record_bytes),
             )
         return first
+
+    def is_contiguous(self, topic: str) -> bool:
+        """As in the contract. Only streams are on other brokers than the fleet's own."""
+        return self.brokers.places.of(topic) not in self.brokers.sparse
 
     @asynccontextmanager
     async def consumer(
@@ -93,10 +98,10 @@ class SeveralBrokers:
 
 @asynccontextmanager
 async def open_several(
-    default: Broker, openings: Mapping[str, Opening], places: Places
+    default: Broker, openings: Mapping[str, Opening], places: Places, sparse: Collection[str] = ()
 ) -> AsyncIterator[SeveralBrokers]:
-    """default: open. The others are opened when they are needed. Leaving closes these."""
-    brokers = Brokers(default, openings, places)
+    """default: open. The others are opened when they are needed. Leaving closes these. sparse: as in `Brokers`."""
+    brokers = Brokers(default, openings, places, sparse)
     try:
         yield SeveralBrokers(brokers)
     finally:

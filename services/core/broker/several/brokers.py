@@ -2,12 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from typing import Final, NamedTuple
 
 from services.core.broker.contract import Broker
-from services.core.broker.errors import BrokerClosed, BrokerError, Unavailable
+from services.core.broker.errors import BrokerClosed, BrokerError, OffsetOutOfRange, Unavailable
 from services.core.broker.record import Batch
 
 DEFAULT: Final = "default"
@@ -36,6 +36,10 @@ class Places:
     def of(self, topic: str) -> str:
         """The name of the broker that the topic lives on."""
         return self._streams.get(topic, DEFAULT)
+
+    def written_to(self, topic: str) -> str:
+        """The name of the broker that new records of the topic go to: in the middle of a move another one."""
+        return self.of(topic)
 
     def used(self) -> set[str]:
         """The names of the brokers that have topics of the fleet."""
@@ -68,6 +72,16 @@ def shift_batch(batch: Batch, base: int) -> Batch:
     return Batch(batch.topic, batch.partition, [offset + base for offset in batch.offsets], batch.records, damage)
 
 
+@contextmanager
+def shifted_errors(base: int) -> Iterator[None]:
+    """An OffsetOutOfRange leaves the block with its offsets `base` higher. Its text keeps the broker's own."""
+    try:
+        yield
+    except OffsetOutOfRange as error:
+        error.wanted, error.start, error.end = error.wanted + base, error.start + base, error.end + base
+        raise
+
+
 Opening = Callable[[], AbstractAsyncContextManager[Broker]]
 
 
@@ -77,8 +91,11 @@ class Brokers:
     So a cluster that is down holds up only the topics that live there.
     """
 
-    def __init__(self, default: Broker, openings: Mapping[str, Opening], places: Places) -> None:
-        self.places = places
+    def __init__(
+        self, default: Broker, openings: Mapping[str, Opening], places: Places, sparse: Collection[str] = ()
+    ) -> None:
+        """sparse: the names of the brokers whose offsets are not contiguous. They are known before they are opened."""
+        self.places, self.sparse = places, frozenset(sparse)
         self.names = (DEFAULT, *openings)
         self._openings = openings
         self._open: dict[str, Broker] = {DEFAULT: default}

@@ -181,7 +181,7 @@ async def _read_groups(facts: Facts, broker: Broker, groups: list[GroupTopic], *
             with suppress(UnknownTopic):  # it is among the missing ones, or the pipe has no retrier
                 lags[group, topic] = await broker.admin.group_lag(group, topic)
                 positions[group, topic] = await broker.admin.positions(group, topic)
-                if not later and broker.features.contiguous_offsets:
+                if not later and broker.is_contiguous(topic):
                     await _find_gaps(facts, broker, group, topic)
 
     await asyncio.gather(*(read(group, topic) for group, topic in groups))
@@ -227,11 +227,9 @@ async def _read_audit(broker: Broker, since: int) -> AsyncIterator[Entry]:
 
 async def _read_newest(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
     """The newest arrival time in each stream, and whether the newest records can be read. Kinesis has no cheap end."""
-    if not broker.features.contiguous_offsets:
-        return
     damage: list[str] = []
     outputs = [output_topic(name) for name, pipe in pipes.pipes.items() if pipe.transform is not None]
-    for topic in (*pipes.streams, *outputs):
+    for topic in filter(broker.is_contiguous, (*pipes.streams, *outputs)):
         try:
             ranges = await broker.reader.describe(topic)
         except UnknownTopic:
