@@ -6,13 +6,14 @@ Nothing is lost, the order of each key is kept, and only what was in doubt may b
 import asyncio
 import random
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
 
 import pytest
 
 from services.core import event, homes
-from services.core.broker.errors import BrokerError, HomeChanged
+from services.core.broker.errors import BrokerError, HomeChanged, Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.broker.several.broker import SeveralBrokers
@@ -26,6 +27,7 @@ from services.fleet.migrate.movable import check_movable
 from services.fleet.migrate.steps import Migration, Result
 from tests.support.pacing import Pace
 
+_T = TypeVar("_T")
 KEYS = 6
 GROUP, STREAM = "shop.crm", "orders"
 
@@ -197,8 +199,18 @@ async def run_history(world: World, seed: int, kills: int, *, back: bool | None 
         task.cancel()
     await asyncio.wait(reading)
     async with world.process() as (broker, places):
-        finished = await Migration(broker, places, world.load, STREAM, "test").finish()
+        migration = Migration(broker, places, world.load, STREAM, "test")
+        finished = await _until_answered(migration.finish)
         assert finished.home.former == ""
-        stored = await broker.reader.describe(STREAM)
+        stored = await _until_answered(lambda: broker.reader.describe(STREAM))
         assert sum(held.end for held in stored.values()) >= sum(map(len, world.acknowledged.values()))
     return world.check()
+
+
+async def _until_answered(command: Callable[[], Awaitable[_T]]) -> _T:
+    """As an operator does, who gives a command again when the broker did not answer."""
+    for _ in range(20):
+        with suppress(Unavailable):
+            return await command()
+        await asyncio.sleep(0.1)
+    return await command()
