@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from services.core.aws_emulator import AwsEmulator
 from services.core.jvm.kafka import KafkaCluster
 from tests.faults.conftest import Report
 from tests.faults.moves import run_history
@@ -26,3 +27,9 @@ async def test_to_kafka(own: str, kafka_cluster: KafkaCluster, log_url: str, tmp
     }  # as another cluster: it shares no topic and no group
     url = log_url if own == "log" else kafka
     report((await run_history(f"24 a stream moves, {own} to Kafka", url, brokers, tmp_path, kills=2)).row)
+
+
+async def test_to_kinesis(kinesis_emulator: AwsEmulator, log_url: str, tmp_path: Path, report: Report) -> None:
+    """If it fails, somebody who moves to Kinesis, or back, loses acknowledged events, or their order."""
+    brokers = {"second": f"{kinesis_emulator.url}&prefix={unique_name('second')}."}
+    report((await run_history("24 a stream moves, log to Kinesis", log_url, brokers, tmp_path, kills=2)).row)

@@ -17,7 +17,11 @@ _MOVES = "tests/kafka/test_migrate.py::test_a_stream_moves_there_and_back"
 _DEMO, _PROCESSES = "tests/integration/test_demo.py::", "tests/faults/test_processes.py::"
 GROUPS: tuple[tuple[str, ...], ...] = (
     (f"{_MOVES}[log-kafka-11]", f"{_MOVES}[kafka-log-12]", f"{_MOVES}[kafka-kafka-13]"),
-    ("tests/faults/test_migration.py::test_to_kafka[log]", "tests/faults/test_migration.py::test_to_kafka[kafka]"),
+    (
+        "tests/faults/test_migration.py::test_to_kafka[log]",
+        "tests/faults/test_migration.py::test_to_kafka[kafka]",
+        "tests/faults/test_migration.py::test_to_kinesis",
+    ),
     (f"{_KAFKA}test_a_checkpoint_changes_its_mode[False]", f"{_KAFKA}test_a_checkpoint_changes_its_mode[True]"),
     (
         f"{_KAFKA}test_one_event_of_four_million_rows",
