@@ -52,7 +52,7 @@ class ExecutorGroup:
         """A driver that stands by gives its executors back, and the one that works may have them. When it takes over, it orders
         as many as before. Raises SizeRefused.
 
-        To be called again and again: a master gives executors at the start, and again when it was restarted.
+        Call this regularly: a master may give executors again, at the start and after its own restart.
         """
         if stands_by:
             await self._run(self._give_back())

@@ -19,7 +19,7 @@ when a writer was frozen. Writers that are held for HOLD_S write `released`, and
 nothing up.
 
 **Offsets stay the same** where they count records. `bases`: what is added to the offsets on a broker, by partition. The copy of a
-record has the offset of the record, so the positions of groups, the ledger, tokens and places of records stay valid.
+record has the offset of the record, so the positions of groups, the ledger and the places of records stay valid.
 
 To and from Kinesis that is not possible. There the bases are such that offsets increase: no offset of a stream ever names two
 events. The positions of groups are translated.
@@ -326,8 +326,8 @@ class Homes(Places):
     ) -> bool:
         """Write the next step durably, and read it. Gives whether it counts. Raises BrokerError kinds.
 
-        home: the one that the step continues; absent: the newest that is known. A step that took some time names the one with
-        which it began: what others have done since makes it void.
+        home: the one that the step continues; absent: the newest that is known. A long step gives the home with
+        which it began. If somebody else has taken a step since, this step is void.
         """
         home = self._homes[stream] if home is None else home
         now = time.time_ns() // 1_000_000
