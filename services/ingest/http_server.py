@@ -42,7 +42,8 @@ class HttpServer:
     def __init__(self, handle: Handler, *, timeouts: Timeouts, max_connections: int, max_in_flight: int) -> None:
         self._handle = handle
         self._max_connections, self._max_in_flight = max_connections, max_in_flight
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, None] = {}
+        """In the order in which they came: a history of the simulation ends them in the same order each time."""
         self._empty = asyncio.Event()
         self._draining = False
         self._in_flight = 0
@@ -110,7 +111,7 @@ class HttpServer:
 
     def add(self, connection: Connection) -> Answer | None:
         """Add a new connection. Returns an answer when it cannot stay."""
-        self._connections.add(connection)
+        self._connections[connection] = None
         if len(self._connections) > self._max_connections:
             if len(self._connections) > 2 * self._max_connections:
                 connection.abort()
@@ -127,7 +128,7 @@ class HttpServer:
 
     def remove(self, connection: Connection) -> None:
         """Remove a closed connection without a request."""
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         if self._draining and not self._connections:
             self._empty.set()
 

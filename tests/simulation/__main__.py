@@ -1,5 +1,6 @@
 """`python -m tests.simulation`: run seeds, replay one, prove that mends are needed."""
 
+import gc
 import os
 import sys
 
@@ -10,6 +11,7 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # sets of text are walked in the sa
 
 from tests.simulation.clock import install
 
+gc.disable()  # also while everything is imported; `command.main` collects between histories
 install()  # before anything takes `time.monotonic` as a default argument
 
 if "--without" in sys.argv and not any(word.startswith("--prove") for word in sys.argv):

@@ -13,6 +13,7 @@ from math import inf
 from tests.simulation import choice, clock
 from tests.simulation.fleet import forget_metrics, replace_seams, show_logs
 from tests.simulation.history import run_seed
+from tests.simulation.machine import keep_no_tasks
 from tests.simulation.patches import PATCHES
 from tests.simulation.readers import history as readers
 from tests.simulation.readers.kafka_server import replace_connections
@@ -21,8 +22,6 @@ from tests.simulation.tested_mends import MENDS, run_without
 from tests.simulation.verdict import Verdict
 from tests.support.cpu_budget import CpuBudget
 
-COLLECT_EVERY = 25
-"""Histories: what is in cycles is thrown away then, and not in the middle of one, which takes a tenth of the time."""
 MEMORY_BYTES = 3 << 30
 """More than any history takes that ends. One that does not end must not take the memory of other tests."""
 MAX_FAILED = 20
@@ -74,12 +73,12 @@ def main() -> int:
     replace_seams()
     replace_connections()
     replace_threads()
+    keep_no_tasks()
     sys.unraisablehook = lambda _unraisable: None  # what a killed process had open is thrown away, `finally` and all
     if given.seed is not None:
         return _report(run(given.seed, shown=True))
     failed, begun = 0, clock.real_seconds()
     gc.freeze()
-    gc.disable()
     needs = next((patch.needs for patch in PATCHES if patch.name == given.without), frozenset[str]())
     budget = CpuBudget(given.cpu_seconds or inf)
     count = 0
@@ -90,8 +89,7 @@ def main() -> int:
         failed += _report(verdict) if verdict.complaints or given.tell else 0
         if failed >= (1 if given.first_failure else MAX_FAILED):
             break
-        if count % COLLECT_EVERY == 0:
-            gc.collect()
+        gc.collect()  # what is in cycles: while it is in the processor's caches, and not in the middle of a history
         if count % 100 == 0:
             print(
                 f"{count} histories, {failed} failed, {(clock.real_seconds() - begun) / count * 1000:.0f} ms each",

@@ -187,6 +187,8 @@ class ModelConsumer:
         if topic is None or source.partition >= len(topic.partitions):
             return False
         held, position = topic.partitions[source.partition], self.owned[source].position
+        if position == held.end:  # most often
+            return False
         return not held.start <= position <= held.end or held.index(position) < len(held.offsets)
 
     def _fetch(self, sources: Sequence[TopicPartition], most: int) -> list[Batch]:

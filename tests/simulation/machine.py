@@ -12,6 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from contextlib import suppress
+from contextvars import copy_context
 from heapq import heappop, heappush
 from typing import Any, TypeVar, cast
 
@@ -127,23 +128,21 @@ class Process:
 
 
 class _Handle:
-    """As asyncio's, without what it does for debugging: a history makes some thousands."""
+    """As asyncio's, without what it does for debugging: a history makes some thousands. callback: None when it is cancelled."""
 
-    __slots__ = ("_when", "args", "callback", "context", "is_cancelled")
+    __slots__ = ("_when", "args", "callback", "context")
 
     def __init__(self, callback: Any, args: Any, context: contextvars.Context | None, when: float = 0.0) -> None:
         self.callback, self.args, self._when = callback, args, when
-        self.context = contextvars.copy_context() if context is None else context
-        self.is_cancelled = False
+        self.context = copy_context() if context is None else context
 
     def cancel(self) -> None:
         """As there."""
-        self.is_cancelled = True
         self.callback, self.args = None, ()
 
     def cancelled(self) -> bool:
         """As there."""
-        return self.is_cancelled
+        return self.callback is None
 
     def when(self) -> float:
         """As there, of a timer."""
@@ -185,12 +184,15 @@ class Machine(VirtualLoop):
         self.set_exception_handler(self._note_error)
 
     get_debug = bool  # it gives False, and takes no Python to do so: each future and each task asks for it
+    _asyncgen_firstiter_hook = bool  # nor is it on record which asynchronous generators there are: nobody asks
+    _stopping: bool
 
     def create_task(
         self, coro: Coroutine[Any, Any, _T] | Generator[Any, None, _T], *, name: object = None, context: Any = None
     ) -> "asyncio.Task[_T]":
         """As there; its process keeps it."""
         task = _Task(coro, loop=self, name=cast("Any", name), context=context)
+        hash(task)  # it has its number from now on, wherever it is kept
         process = _PROCESS.get(None) if context is None else context.get(_PROCESS)
         (self._tasks if process is None else process.tasks).append(task)
         return task
@@ -209,29 +211,40 @@ class Machine(VirtualLoop):
         self._ready.append(handle)
 
     def _run_once(self) -> None:
-        """As there, but that the process of each callback is asked whether it may run."""
-        timers, ready = self._timers, self._ready
-        while timers and timers[0][2].is_cancelled:
+        """As there, but turn after turn until the loop is stopped, and each callback's process is asked whether it may run."""
+        timers, ready, now = self._timers, self._ready, self._now
+        while True:
+            if not ready and not self._stopping:
+                now = max(now, self._find_next())
+            now += TURN_S
+            self._now = now
+            while timers and timers[0][0] <= now:
+                ready.append(heappop(timers)[2])
+            self.turns += 1
+            if self.turns > MAX_TURNS:
+                raise EndlessError("too many turns of the loop")
+            left = len(ready)
+            while left:
+                left -= 1
+                handle = ready.popleft()
+                context, callback = handle.context, handle.callback
+                if callback is None or ((process := context.get(_PROCESS)) is not None and not process.step(handle)):
+                    continue
+                try:
+                    context.run(callback, *handle.args)
+                except Exception as error:
+                    self.call_exception_handler({"message": f"in {callback}", "exception": error})
+            if self._stopping:
+                return
+
+    def _find_next(self) -> float:
+        """When the next timer is due. Raises Deadlock."""
+        timers = self._timers
+        while timers and timers[0][2].callback is None:
             heappop(timers)
-        if not ready and not cast("Any", self)._stopping:
-            if not timers:
-                raise Deadlock("nothing is ready and no timer is set")
-            self._now = max(self._now, timers[0][0])
-        now = self._now = self._now + TURN_S
-        while timers and timers[0][0] <= now:
-            ready.append(heappop(timers)[2])
-        self.turns += 1
-        if self.turns > MAX_TURNS:
-            raise EndlessError("too many turns of the loop")
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            context = handle.context
-            if handle.is_cancelled or ((process := context.get(_PROCESS)) is not None and not process.step(handle)):
-                continue
-            try:
-                context.run(handle.callback, *handle.args)
-            except Exception as error:
-                self.call_exception_handler({"message": f"in {handle.callback}", "exception": error})
+        if not timers:
+            raise Deadlock("nothing is ready and no timer is set")
+        return timers[0][0]
 
     def call_at(  # type: ignore[override]  # typeshed has *args of a TypeVarTuple here
         self, when: float, callback: Any, *args: Any, context: Any = None
@@ -257,8 +270,7 @@ class Machine(VirtualLoop):
     ) -> "_Handle":
         """As there; nothing once the history is over."""
         handle = _Handle(callback, args, context)
-        if not self._is_over:
-            self._ready.append(handle)
+        self._ready.append(handle)
         return handle
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]  # there is one thread
@@ -298,6 +310,7 @@ class Machine(VirtualLoop):
     def finish(self, processes: list[Process]) -> None:
         """Throw away all tasks, silently."""
         self._is_over = True
+        self._ready = deque(maxlen=0)
         for process in processes:
             process.alive = False
             process.context.run(_close, process.tasks)  # what they log meanwhile is of a process that is dead
@@ -309,12 +322,17 @@ class Machine(VirtualLoop):
 
 def _close(tasks: list[asyncio.Task[Any]]) -> None:
     for task in tasks:
-        task._log_destroy_pending = False  # type: ignore[attr-defined]  # no public way
         if not task.done():
+            task._log_destroy_pending = False  # type: ignore[attr-defined]  # no public way
             with suppress(
                 RuntimeError, ValueError, AttributeError
             ):  # it waits in a `finally`; a lock then finds no loop
                 cast("Any", task.get_coro()).close()
+
+
+def keep_no_tasks() -> None:
+    """Once, before the first history: asyncio keeps a set of weak references to all tasks, for which nobody asks."""
+    asyncio.tasks._all_tasks.add = bool  # type: ignore[attr-defined]  # something that does nothing with it
 
 
 class _Server:

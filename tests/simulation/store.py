@@ -171,11 +171,7 @@ class Store:
     def position(self, group: str, source: TopicPartition) -> int:
         """Where the group reads on. Raises UnknownTopic."""
         known = self.groups.setdefault(group, Group())
-        partition = self.partition(*source)
-        committed = known.committed.get(source)
-        if committed is not None:
-            return committed + 1
-        return known.began.get(source.topic, {}).get(source.partition, partition.start)
+        return _position(known, source, self.partition(*source))
 
     def begin_at(self, group: str, source: TopicPartition) -> int:
         """As `position`, for a member that begins to read there: without a commit it is on record from now on."""
@@ -189,8 +185,10 @@ class Store:
 
     def lag(self, group: str, source: TopicPartition) -> Lag:
         """As `Admin.group_lag`, of one partition. Raises UnknownTopic."""
-        partition = self.partition(*source)
-        first = partition.index(max(partition.start, self.position(group, source)))
+        partition, known = self.partition(*source), self.groups.get(group)
+        if known is None:
+            known = self.groups[group] = Group()
+        first = partition.index(max(partition.start, _position(known, source, partition)))
         count = len(partition.offsets) - first
         if not count:
             return Lag(0, 0)
@@ -251,6 +249,13 @@ class Store:
         if is_new:
             own.began[name] = dict(theirs.began[name])
         return True
+
+
+def _position(known: Group, source: TopicPartition, partition: Partition) -> int:
+    committed = known.committed.get(source)
+    if committed is not None:
+        return committed + 1
+    return known.began.get(source.topic, {}).get(source.partition, partition.start)
 
 
 def _begin(partition: Partition, start: Start, *, by_storing: bool) -> int:

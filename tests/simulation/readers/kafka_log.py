@@ -6,8 +6,10 @@ that does not hear of an election answers for some seconds more from the log as 
 """
 
 import struct
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
@@ -21,6 +23,7 @@ _ATTRIBUTES, _CRC = struct.Struct(">h"), struct.Struct(">I")
 _CONTROL = 1 << 5
 _MARK = struct.Struct(">hh")
 _LIMIT = 1 << 20
+_after = attrgetter("after")
 
 
 class Held(NamedTuple):
@@ -101,7 +104,7 @@ class Log:
     @property
     def stable(self) -> int:
         """One behind the last offset that a reader of committed records gets."""
-        return min([self.high_water, *self.open.values()])
+        return min(self.high_water, *self.open.values()) if self.open else self.high_water
 
     def epoch_end(self, epoch: int) -> tuple[int, int]:
         """(the newest epoch that is not newer, where its records end); (-1, -1) when it knows none that high."""
@@ -120,9 +123,7 @@ class Log:
         """
         found: list[Held] = []
         size, stable = 0, self.stable
-        for held in self.batches:
-            if held.after <= offset:
-                continue
+        for held in self.batches[bisect_right(self.batches, offset, key=_after) :]:
             if held.after > stable or (size + len(held.data) > most and (found or not is_first)):
                 break
             found.append(held)

@@ -28,6 +28,8 @@ from tests.support.kafka_wire import read_identity
 from tests.support.virtual_loop import EPOCH
 
 NODES = (1, 2, 3)
+_REPLICAS = list(NODES)
+_BROKERS = [(each, f"node-{each}", 9092, "rack") for each in NODES]  # with a rack: the hash of None is an address
 _VERSIONS = {
     0: (7, 7),
     1: (4, 13),
@@ -60,8 +62,17 @@ _TOPIC_SETTINGS = {
     "retention.ms": "-1",
     "offsets.retention.minutes": "10080",
 }
+_WAYS = (0.0, 0.001, 0.005)
 _PARTITION_ERRORS = (_NOT_LEADER, _UNKNOWN_TOPIC, 5, 56, 74, 78, 9)
 """What a node may say of a partition for some seconds: not its leader, unknown, no leader, storage, other epochs, no replica."""
+
+
+def draw_way(rng: random.Random) -> float:
+    """Seconds for one way. As `rng.choice` draws it, without its calls: each request asks twice."""
+    drawn = rng.getrandbits(2)
+    while drawn == len(_WAYS):
+        drawn = rng.getrandbits(2)
+    return _WAYS[drawn]
 
 
 @dataclass(eq=False)
@@ -182,7 +193,7 @@ class Server:
             if not answer.done():
                 answer.set_result(result)
 
-        self._later(self.rng.choice((0.0, 0.001, 0.005)), arrive)
+        self._later(draw_way(self.rng), arrive)
 
     def _then(self, waiting: "asyncio.Future[Any]", make: Callable[[Any], Any]) -> "asyncio.Future[Any]":
         made = self.machine.create_future()
@@ -206,7 +217,6 @@ class Server:
         """Metadata, versions 5 and 12."""
         known = self.known_to(node)
         asked = sorted(known) if request.topics is None else [_name(row) for row in request.topics]
-        brokers = [(each, f"node-{each}", 9092, "rack") for each in NODES]  # the hash of None is an address
         is_new = request.API_VERSION == DescribeTopicsResponse.API_VERSION
         rows: list[tuple[Any, ...]] = []
         for name in asked:
@@ -215,18 +225,19 @@ class Server:
             code = _UNKNOWN_TOPIC if topic is None else 0
             if not is_new:
                 parts: list[Any] = [
-                    (0, number, one.seen_by(node)[0], list(NODES), list(NODES), []) for number, one in numbers
+                    (0, number, one.seen_by(node)[0], _REPLICAS, _REPLICAS, []) for number, one in numbers
                 ]
                 rows.append((code, name, False, parts))
                 continue
             new_parts: list[Any] = [
-                (0, number, one.seen_by(node)[0], one.seen_by(node)[1].epoch, list(NODES), list(NODES), [], {})
+                (0, number, leader, log.epoch, _REPLICAS, _REPLICAS, [], {})
                 for number, one in numbers
+                for leader, log in (one.seen_by(node),)
             ]
             rows.append((code, name, UUID(int=0) if topic is None else topic.id, False, new_parts, 0, {}))
         if is_new:
-            return DescribeTopicsResponse(0, [(*one, {}) for one in brokers], "sim", 1, rows, {})
-        return request.RESPONSE_TYPE(0, brokers, "sim", 1, rows)
+            return DescribeTopicsResponse(0, [(*one, {}) for one in _BROKERS], "sim", 1, rows, {})
+        return request.RESPONSE_TYPE(0, _BROKERS, "sim", 1, rows)
 
     def fetch(self, node: int, _client: str, request: Any) -> Any:
         """Fetch: at once when there is something, or a failure; else when there is, or the time is over."""
@@ -255,12 +266,12 @@ class Server:
         is_due = is_last
         left = request.max_bytes
         is_by_id = request.API_VERSION == FetchByIdStruct.API_VERSION
-        names = {topic.id: name for name, topic in self.known_to(node).items()}
+        names = {topic.id.int: name for name, topic in self.known_to(node).items()}
         for topic, parts, *_ in request.topics:
             found: list[tuple[Any, ...]] = []
             for number, *place in parts:
                 offset, most = (place[1], place[4]) if is_by_id else place
-                name = names.get(topic) if is_by_id else topic
+                name = names.get(topic.int) if is_by_id else topic
                 code, log, held = (_UNKNOWN_ID, None, None) if name is None else self._partition(node, name, number)
                 zeros_at = None if held is None else held.zeros.get(node)
                 data, aborted = b"", list[tuple[int, int]]()
@@ -516,7 +527,7 @@ class Connection:
         answer = server.machine.create_future()
         if not is_broken or rng.random() < 0.5:
             # Requests of one connection arrive in order.
-            self._arrival = max(self._arrival, server.machine.time() + rng.choice((0.0, 0.001, 0.005)))
+            self._arrival = max(self._arrival, server.machine.time() + draw_way(rng))
             server.machine.call_at(
                 self._arrival, server.arrive, answer, self._node, self._client, request, context=WORLD
             )

@@ -7,6 +7,7 @@ A shard answers five reads a second. An iterator may expire. A request may be re
 
 import asyncio
 import random
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -244,7 +245,8 @@ class KinesisClient:
             if len(lately) >= _READS_PER_SECOND:
                 raise _error(_THROTTLED)
             lately.append(now)
-            rest = [one for one in stream.entries[shard] if int(one["SequenceNumber"]) >= int(at)]
+            entries = stream.entries[shard]
+            rest = entries[bisect_left(entries, int(at), key=lambda one: int(one["SequenceNumber"])) :]
             some = rest[: min(Limit, service.rng.choice((1, 3, 1000)))]
             after = int(some[-1]["SequenceNumber"]) + 1 if some else int(at)
             is_over = not stream.shards[shard].is_open and len(some) == len(rest)

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import lru_cache
 from uuid import UUID
 
 import structlog
@@ -16,6 +17,8 @@ from services.core.broker.kafka.positions import StartPositions
 from services.core.broker.record import Batch, TopicPartition
 
 log = structlog.get_logger()
+_parse_id = lru_cache(UUID)
+"""It is asked for the id of each partition whenever something is fetched."""
 
 
 class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
@@ -88,7 +91,7 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
     def topic_of(self, source: tuple[str, int]) -> UUID | None:
         """The id of the topic in which this partition is read; None while its position is not known."""
         own = TopicPartition(*source)
-        return UUID(self.metadata[own].topic) if own in self.owned and own not in self.unpositioned else None
+        return _parse_id(self.metadata[own].topic) if own in self.owned and own not in self.unpositioned else None
 
     def last_read(self, source: TopicPartition) -> tuple[int, int] | None:
         """(next offset to read, epoch of the record before it); None when it is not known."""

@@ -107,10 +107,13 @@ class FetchById(Request[FetchByIdStruct]):  # type: ignore[misc]  # aiokafka has
         self._ids: dict[KafkaPartition, UUID] = {}
         self.topics: list[tuple[str, list[tuple[int, int, int]]]] = []
         for topic, rows in named.topics:
+            known = []
             for row in rows:
-                if (found := find_id(KafkaPartition(topic, row[0]))) is not None:
-                    self._ids[KafkaPartition(topic, row[0])] = found
-            if known := [row for row in rows if KafkaPartition(topic, row[0]) in self._ids]:
+                source = KafkaPartition(topic, row[0])
+                if (found := find_id(source)) is not None:
+                    self._ids[source] = found
+                    known.append(row)
+            if known:
                 self.topics.append((topic, known))
 
     def build(self, request_struct_class: type[FetchByIdStruct]) -> FetchByIdStruct:

@@ -102,6 +102,9 @@ class DescribeTopicsStruct(RequestStruct):  # type: ignore[misc]  # aiokafka has
     )
 
 
+_NO_ID = UUID(int=0)
+
+
 class DescribeTopicsRequest(Request[DescribeTopicsStruct]):  # type: ignore[misc]  # aiokafka has no types
     """Topics with their ids; None: all of them. Creates none. rights: with what our user may do to each, as bits."""
 
@@ -113,7 +116,7 @@ class DescribeTopicsRequest(Request[DescribeTopicsStruct]):  # type: ignore[misc
     def build(self, request_struct_class: type[DescribeTopicsStruct]) -> DescribeTopicsStruct:
         rows: list[tuple[UUID, str, dict[int, bytes]]] | None = None
         if self._topics is not None:
-            rows = [(UUID(int=0), topic, {}) for topic in self._topics]
+            rows = [(_NO_ID, topic, {}) for topic in self._topics]
         return request_struct_class(rows, False, self._rights, {})
 
 
