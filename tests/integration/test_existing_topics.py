@@ -1,14 +1,19 @@
 """Topics that others write, on a real Kafka: read to a webhook, with the loss table, dead letters, redrive and story right.
 
-The records are those of clients as people have them: kcat (plain values, with and without keys, each compression), the JSON
-converter of Kafka Connect (schema and payload), Debezium (before, after, op; a tombstone behind a delete), and transactions.
+The records are those of clients as people have them: plain ones as of kcat, with and without keys, by a client in Python; and
+`java_writers`: Kafka's producer in Java with each compression and with transactions, Connect's JSON converter, and Debezium's
+connector at a real PostgreSQL.
 """
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import orjson
 import pytest
@@ -41,16 +46,32 @@ from services.observer.ledger.flow import read_flow
 from services.observer.ledger.settlement import Row
 from services.observer.ledger.table import Table
 from tests.integration.expel_process import Expel, hook, kill_at_end
+from tests.support.java_writers import CODECS
 from tests.support.kafka import describe_partitions, make_topic, open_admin, unique_name
+from tests.support.postgres import Postgres
 from tests.unit.expel.receiver import DEADLINE, Received, open_receiver
 
 pytestmark = pytest.mark.kafka
 
 CONNECT = {
-    "schema": {"type": "struct", "fields": [{"field": "id", "type": "int32"}], "optional": False},
+    "schema": {"type": "struct", "fields": [{"type": "int32", "optional": False, "field": "id"}], "optional": False},
     "payload": {"id": 7},
 }
-DELETE = {"before": {"id": 9}, "after": None, "op": "d", "ts_ms": 1_790_000_000_000}
+"""As the converter writes it."""
+
+
+FROM_JAVA = 5 * len(CODECS) + 2 + 1 + 4
+"""Records with each compression, by the converter, in a transaction, and by Debezium, the last of them a tombstone."""
+
+
+@pytest.fixture(scope="module")
+def database() -> Iterator[Postgres]:
+    # Not in pytest's folder: only its owner may enter that, and the server is another user.
+    with TemporaryDirectory(prefix="penstock-postgres-") as folder:
+        server = Postgres(Path(folder), "wal_level=logical")
+        server.start()
+        yield server
+        server.stop()
 
 
 class ForeignExpel(Expel):
@@ -64,7 +85,7 @@ class ForeignExpel(Expel):
         return path
 
 
-async def produce(bootstrap: str, topic: str) -> int:
+async def produce(bootstrap: str, topic: str, database: Postgres) -> int:
     """As others do. Returns the number of committed records."""
     count = 0
     for codec in (None, "gzip", "snappy", "lz4", "zstd"):
@@ -74,21 +95,14 @@ async def produce(bootstrap: str, topic: str) -> int:
                 await producer.send(topic, b'{"codec": "%s", "n": %d}' % (str(codec).encode(), number), key)
                 count += 1
     async with AIOKafkaProducer(bootstrap_servers=bootstrap) as producer:
-        await producer.send_and_wait(topic, json.dumps(CONNECT).encode(), headers=[("invoice-id", b"connect-7")])
-        await producer.send_and_wait(
-            topic, json.dumps(DELETE).encode(), b'{"id":9}', headers=[("invoice-id", b"delete-9")]
-        )
-        await producer.send_and_wait(topic, None, b'{"id":9}')
         await producer.send_and_wait(topic, b"no json", headers=[("invoice-id", b"plain-text")])
         await producer.send_and_wait(topic, b"{}", headers=[("invoice-id", b"\xff")])
         await producer.send_and_wait(topic, b'{"refused": true}', headers=[("invoice-id", b"refused-1")])
-    async with AIOKafkaProducer(bootstrap_servers=bootstrap, transactional_id=unique_name("tx")) as producer:
-        async with producer.transaction():
-            await producer.send_and_wait(topic, b'{"n": 1}', headers=[("invoice-id", b"committed")])
-        await producer.begin_transaction()
-        await producer.send_and_wait(topic, b'{"n": 2}', headers=[("invoice-id", b"rolled-back")])
-        await producer.abort_transaction()
-    return count + 7
+    writers = [sys.executable, "-m", "tests.support.java_writers", bootstrap, topic, database.url]
+    done = await asyncio.to_thread(subprocess.run, writers, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["c", "u", "d", "null"]
+    return count + 3 + FROM_JAVA
 
 
 async def read_row(broker: Broker, pipes: PipeFile, pipe: str) -> Row:
@@ -107,7 +121,9 @@ async def read_row(broker: Broker, pipes: PipeFile, pipe: str) -> Row:
     return total
 
 
-async def test_a_topic_of_others_is_delivered_and_accounted_for(kafka_cluster: KafkaCluster, tmp_path: Path) -> None:
+async def test_a_topic_of_others_is_delivered_and_accounted_for(
+    kafka_cluster: KafkaCluster, database: Postgres, tmp_path: Path
+) -> None:
     """Broken: nobody's existing topics reach a webhook, or their events are lost, doubled or counted wrong."""
     bootstrap = kafka_cluster.bootstrap
     topic, target = (
@@ -122,7 +138,7 @@ async def test_a_topic_of_others_is_delivered_and_accounted_for(kafka_cluster: K
             return web.json_response({"failed": [{"id": "refused-1", "retry": False}]})
         return web.Response(status=204)
 
-    count = await produce(bootstrap, topic)
+    count = await produce(bootstrap, topic, database)
     async with open_receiver(answer) as receiver:
         expel = ForeignExpel(tmp_path, None, url, [], pipe=pipe)  # type: ignore[arg-type]
         copy = {"name": "copy", "topic": {"name": target}}
@@ -147,9 +163,9 @@ async def test_a_topic_of_others_is_delivered_and_accounted_for(kafka_cluster: K
             async with asyncio.timeout(DEADLINE):
                 while len(receiver.accepted) < good or await _lag(broker, pipe):
                     await asyncio.sleep(0.1)
-            assert {"connect-7", "delete-9", "committed"} <= set(receiver.accepted)
+            assert {"connect-7", "connect-bare", "committed"} <= set(receiver.accepted)
             assert "rolled-back" not in receiver.accepted
-            assert sum(one.startswith(f"{topic}-") for one in receiver.accepted) == 25
+            assert sum(one.startswith(f"{topic}-") for one in receiver.accepted) == 25 + 5 * len(CODECS) + 3
             await expel.stop()
 
             letters = await _letters(broker, pipe)
@@ -209,17 +225,25 @@ async def _letters(broker: Broker, pipe: str) -> list[DeadLetter]:
 async def _check_copies(bootstrap: str, target: str, pipe: str) -> None:
     """What other consumers see in the topic that we wrote: CloudEvents, and nothing of ours."""
     consumer = AIOKafkaConsumer(target, bootstrap_servers=bootstrap, auto_offset_reset="earliest")
+    wanted = {"connect", "c", "u", "d"}
     async with consumer, asyncio.timeout(DEADLINE):
         async for found in consumer:
             headers = dict(found.headers)
-            if headers["ce_id"] != b"delete-9":
+            if headers["ce_id"] == b"plain-text":
                 continue
-            assert json.loads(found.value) == DELETE
-            assert (found.key, headers["ce_specversion"]) == (b'{"id":9}', b"1.0")
+            value = json.loads(found.value)
+            if headers["ce_id"] == b"connect-7":
+                assert value == CONNECT
+                wanted.discard("connect")
+            if value.get("source", {}).get("connector") == "postgresql":
+                row = value["after"] or value["before"]
+                assert (found.key, row["id"]) == (b'{"id":9}', 9)
+                wanted.discard(value["op"])
+            assert (headers["ce_specversion"], headers["content-type"]) == (b"1.0", b"application/json")
             assert (headers["ce_source"], headers["ce_type"]) == (f"penstock/{pipe}".encode(), b"penstock.invoices")
-            assert headers["content-type"] == b"application/json"
             assert not [name for name in headers if name.startswith("penstock_")]
-            return
+            if not wanted:
+                return
 
 
 async def test_a_topic_of_others_that_is_not_there(kafka_cluster: KafkaCluster, tmp_path: Path) -> None:
