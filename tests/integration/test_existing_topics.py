@@ -18,9 +18,11 @@ from tempfile import TemporaryDirectory
 import orjson
 import pytest
 from aiohttp import web
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRebalanceListener
+from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import NewPartitions, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.structs import OffsetAndMetadata
 
 from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
@@ -45,7 +47,9 @@ from services.fleet.dead.redrive import Redrive, RedriveTargets
 from services.observer.ledger.flow import read_flow
 from services.observer.ledger.settlement import Row
 from services.observer.ledger.table import Table
-from tests.integration.expel_process import Expel, hook, kill_at_end
+from tests.integration.expel_process import Expel, decide, hook, kill_at_end, wait_parked, wait_replayed
+from tests.integration.retrier_process import RetrierProcess
+from tests.integration.retrier_process import kill_at_end as kill_retrier_at_end
 from tests.support.java_writers import CODECS
 from tests.support.kafka import describe_partitions, make_topic, open_admin, unique_name
 from tests.support.postgres import Postgres
@@ -244,6 +248,106 @@ async def _check_copies(bootstrap: str, target: str, pipe: str) -> None:
             assert not [name for name in headers if name.startswith("penstock_")]
             if not wanted:
                 return
+
+
+class _Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]
+    """Counts how often a group of others was divided anew."""
+
+    count = 0
+
+    async def on_partitions_revoked(self, revoked: object) -> None:
+        return
+
+    async def on_partitions_assigned(self, assigned: object) -> None:
+        self.count += 1
+
+
+async def _owned(bootstrap: str, topic: str) -> tuple[object, ...]:
+    """What its owner sees of a topic: partitions, settings, records, and topics with its name."""
+    async with (
+        open_admin(bootstrap) as admin,
+        AIOKafkaConsumer(bootstrap_servers=bootstrap) as reader,
+        asyncio.timeout(DEADLINE),
+    ):
+        (answer,) = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, topic)])
+        settings = sorted((name, value) for name, value, *_ in answer.resources[0][4])
+        topics = sorted(name for name in await admin.list_topics() if topic in name)
+        places = [KafkaPartition(topic, one["partition"]) for one in await describe_partitions(bootstrap, topic)]
+        reader.assign(places)
+        await reader.seek_to_beginning(*places)
+        count = sum((await reader.end_offsets(places)).values())
+        records: list[tuple[object, ...]] = []
+        while len(records) < count:
+            one = await reader.getone()
+            records.append((one.partition, one.offset, one.timestamp, one.key, one.value, one.headers))
+    return (topics, settings, sorted(records, key=lambda record: record[:2]))
+
+
+async def test_retries_and_pauses_beside_another_group(kafka_cluster: KafkaCluster, tmp_path: Path) -> None:
+    """Broken: an event of others that waits or is parked is lost, or our reading disturbs the topic or the group of its owner."""
+    bootstrap = kafka_cluster.bootstrap
+    topic = await make_topic(bootstrap, "Billing.orders", partitions=2, configs={"retention.ms": "3600000"})
+    pipe, team, rebalances = unique_name("bill"), unique_name("billing-team"), _Rebalances()
+    url = f"kafka://{bootstrap}?prefix={unique_name('fleet')[:20]}."
+    is_away = True
+
+    async def answer(received: Received) -> web.Response:
+        if is_away and "late" in received.ids:
+            return web.json_response({"failed": [{"id": "late", "retry": True}]})
+        return web.Response(status=204)
+
+    async def write(*names: str) -> None:
+        async with AIOKafkaProducer(bootstrap_servers=bootstrap) as producer:
+            for name in names:
+                await producer.send_and_wait(topic, b'{"id": "%s"}' % name.encode(), name.encode())
+
+    await write("late", "early")
+    owner = AIOKafkaConsumer(bootstrap_servers=bootstrap, group_id=team, enable_auto_commit=False)
+    owner.subscribe([topic], listener=rebalances)
+    async with (
+        open_receiver(answer) as receiver,
+        owner,
+        kill_retrier_at_end(RetrierProcess(tmp_path, url)) as retrier,
+    ):
+        async with asyncio.timeout(DEADLINE):
+            while len(owner.assignment()) < 2:
+                await asyncio.sleep(0.1)
+        places = {place: place.partition + 1 for place in owner.assignment()}
+        await owner.commit({place: OffsetAndMetadata(offset, "theirs") for place, offset in places.items()})
+        expel = ForeignExpel(tmp_path, None, url, [], stream="orders", pipe=pipe)  # type: ignore[arg-type]
+        destination = hook("hook", receiver.url, schedule=["1s"] * 30, retry={"attempts": 1})
+        expel.pipe_file = {
+            "streams": {"orders": {"topic": topic, "id": "id"}},
+            "pipes": {pipe: {"sources": ["orders"], "destinations": [destination]}},
+        }
+        pipes = await asyncio.to_thread(load_pipes, expel.write_pipes())
+        before = await _owned(bootstrap, topic)
+        async with open_broker(url, existing_topics(pipes)) as broker, kill_at_end(expel):
+            expel.broker = broker
+            await ensure_topics(broker.admin, pipes)
+            await retrier.start()
+            await expel.start()
+            await retrier.wait_metric(1, "penstock_retrier_events_moved_total")
+            assert receiver.accepted == ["early"]
+            is_away = False
+            await receiver.wait_for_ids(["late"])
+            await decide(expel, "paused")
+            await expel.wait_metric(1, "penstock_expel_paused", destination="hook")
+            assert await _owned(bootstrap, topic) == before
+            await write("parked-1", "parked-2")
+            written = await _owned(bootstrap, topic)
+            await wait_parked(expel, 2)
+            await expel.wait_no_lag("hook")
+            await decide(expel, "resumed")
+            await receiver.wait_for_ids(["parked-1", "parked-2"])
+            await wait_replayed(expel)
+            await expel.stop()
+            row = await read_row(broker, pipes, pipe)
+            assert (row.accepted, row.missing, row.waiting) == (4, 0, 0)
+            assert sorted(receiver.accepted) == ["early", "late", "parked-1", "parked-2"]
+        assert await _owned(bootstrap, topic) == written
+        assert {place: await owner.committed(place) for place in places} == places
+        assert rebalances.count == 1
 
 
 async def test_a_topic_of_others_that_is_not_there(kafka_cluster: KafkaCluster, tmp_path: Path) -> None:
