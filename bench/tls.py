@@ -1,4 +1,4 @@
-"""TLS and SCRAM-SHA-256 to Kafka beside plaintext: CPU of ingest and expel per event, in turn, at one broker with both listeners."""
+"""TLS and SCRAM-SHA-256 to Kafka beside plaintext: CPU of ingest and expel per event, in turn, at a broker with both listeners."""
 
 import statistics
 from contextlib import ExitStack
