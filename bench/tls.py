@@ -1,4 +1,4 @@
-"""TLS and SCRAM-SHA-256 to Kafka beside plaintext: CPU of ingest and expel per event, in turn, at a broker with both listeners."""
+"""TLS and SCRAM-SHA-256 to Kafka beside plaintext at the same broker: CPU of ingest and expel per event, in turn."""
 
 import statistics
 from contextlib import ExitStack
