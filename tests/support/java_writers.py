@@ -68,7 +68,7 @@ class Writer:
     """Kafka's Java producer. Its records are in one topic."""
 
     def __init__(self, java: JavaGateway, bootstrap: str, topic: str, **settings: str) -> None:
-        self._jvm, self._topic = java.jvm, topic
+        self._jvm, self._topic, self._sent = java.jvm, topic, list[Any]()
         serializer = "org.apache.kafka.common.serialization.ByteArraySerializer"
         given = {"bootstrap.servers": bootstrap, "key.serializer": serializer, "value.serializer": serializer}
         given |= {name.replace("_", "."): value for name, value in settings.items()}
@@ -79,14 +79,16 @@ class Writer:
         record = self._jvm.org.apache.kafka.clients.producer.ProducerRecord(self._topic, None, None, key, value, None)
         for name, content in (headers or {}).items():
             record.headers().add(name, content)
-        self.producer.send(record)
+        self._sent.append(self.producer.send(record))
 
     def __enter__(self) -> "Writer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Until all are stored."""
+        """Until all are stored. Raises Py4JJavaError when one is not."""
         self.producer.close()
+        for answer in self._sent:
+            answer.get()
 
 
 def write_compressed(java: JavaGateway, bootstrap: str, topic: str) -> None:
