@@ -26,6 +26,7 @@ from bench.main_path import ingest_figures
 from bench.memory import kafka_memory, log_memory
 from bench.registry import registry_figures
 from bench.setup import Setup, tell
+from bench.tls import tls_figures
 from bench.transform import transform_figures
 from services.core.jvm.kafka import KafkaCluster
 
@@ -46,8 +47,9 @@ GROUPS: dict[str, Callable[[Setup], list[Figure]]] = {
     "memory-log": log_memory,
     "memory-kafka": kafka_memory,
     "registry": registry_figures,
+    "tls": tls_figures,
 }
-WITHOUT_KAFKA = {"ledger", "lag-log", "memory-log", "local-retries", "registry"}
+WITHOUT_KAFKA = {"ledger", "lag-log", "memory-log", "local-retries", "registry", "tls"}
 
 
 def main() -> None:

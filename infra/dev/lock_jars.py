@@ -12,6 +12,7 @@ from services.core.jvm.jars import (
     AVRO_IDL,
     DATABASES,
     KAFKA_SERVER,
+    KAFKA_WRITERS,
     LOCK_FILE,
     SPARK_KAFKA,
     SPARK_S3,
@@ -27,6 +28,7 @@ SDK_MODULES = (
     "sdk-core sts third-party-jackson-core utils utils-lite "
 )
 """What S3 needs, and STS for roles: what Ivy finds for these two, without the asynchronous client."""
+DEBEZIUM_MODULES = "api common connector-postgres core openlineage-api"
 # set → (coordinates, with what they depend on?)
 ROOTS = {
     SPARK_KAFKA: [
@@ -46,6 +48,14 @@ ROOTS = {
     ],
     # Of the version of Avro in pyspark, whose jars have all that it needs.
     AVRO_IDL: [("org.apache.avro:avro-idl:1.12.1", False)],
+    # Of the version of the Kafka server, whose jars have the rest of what they need.
+    KAFKA_WRITERS: [
+        *((f"org.apache.kafka:{module}:4.1.2", False) for module in ("connect-api", "connect-json")),
+        ("com.fasterxml.jackson.module:jackson-module-blackbird:2.19.4", False),
+        ("com.fasterxml.jackson.datatype:jackson-datatype-jsr310:2.19.4", False),
+        ("com.google.protobuf:protobuf-java:3.25.5", False),
+        *((f"io.debezium:debezium-{module}:3.3.1.Final", False) for module in DEBEZIUM_MODULES.split()),
+    ],
     DATABASES: [("org.postgresql:postgresql:42.7.13", False)],
     KAFKA_SERVER: [
         ("org.apache.kafka:kafka_2.13:4.1.2", True),

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from infra.dev.lock_packages import FOLDER, SETS, read_lock  # noqa: E402  # the path comes first
-from services.core.jvm.jars import AVRO_IDL  # noqa: E402  # as above
+from services.core.jvm.jars import AVRO_IDL, KAFKA_WRITERS  # noqa: E402  # as above
 from services.core.jvm.jars import read_lock as read_jars  # noqa: E402  # as above
 from services.core.version import VERSION  # noqa: E402  # as above
 
@@ -43,7 +43,7 @@ def _packages() -> Iterator[dict[str, Any]]:
 def _jars() -> Iterator[dict[str, Any]]:
     """A jar of two sets once. Those that only tests need are excluded."""
     sets = read_jars()
-    run = {jar for name, jars in sets.items() if name != AVRO_IDL for jar in jars}
+    run = {jar for name, jars in sets.items() if name not in (AVRO_IDL, KAFKA_WRITERS) for jar in jars}
     for jar in dict.fromkeys(jar for jars in sets.values() for jar in jars):
         purl = f"pkg:maven/{jar.group}/{jar.artifact}@{jar.version}?type=jar"
         hashes = [{"alg": "SHA-256", "content": jar.sha256}]

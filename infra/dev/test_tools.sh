@@ -5,7 +5,7 @@ set -euo pipefail
 # strace: proves that an acknowledgement follows a sync, and makes syncs fail (tests/faults).
 # mount: a small disk that gets full (tests/faults). openssl: a certificate (tests/unit/expel). curl: the README's commands.
 # chromium: the observer's page (tests/browser). promtool: the rules of infra/prometheus (tests/unit/infra).
-# postgres: reference data (tests/spark). Each is a Debian package of its own name, but promtool.
+# postgres: reference data (tests/spark), and what Debezium reads (tests/integration). Each is a Debian package of its own name, but promtool.
 declare -A package=([promtool]=prometheus)
 missing=()
 for program in strace mount openssl curl chromium promtool; do

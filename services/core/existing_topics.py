@@ -31,7 +31,7 @@ from services.core.event import (
     read_arrival,
     topic_incarnation,
 )
-from services.core.pipe_topic import FromHeader, Place
+from services.core.pipe_topic import FromHeader, Place, TopicTarget
 from services.core.pipes import PipeFile, Stream, own_streams
 from services.core.topic_names import dead_letter_topic, output_topic, parked_topic, retry_topic
 
@@ -66,25 +66,28 @@ _EPOCH, _MILLISECOND = datetime(1970, 1, 1, tzinfo=UTC), timedelta(milliseconds=
 
 
 def existing_topics(pipes: PipeFile, on: str | None = None) -> ExistingTopics:
-    """The topics of others that the pipe file reads and writes. on: those on this broker; None: on all. Those that are written
-    are on the fleet's own."""
+    """The topics of others that the pipe file reads and writes. on: those on this broker; None: on all."""
     read = {
         name: (stream.topic, stream)
         for name, stream in pipes.streams.items()
         if stream.topic is not None and on in (None, stream.home)
     }
-    written = {
-        destination.topic.name
-        for pipe in pipes.pipes.values()
-        for destination in pipe.destinations
-        if destination.topic is not None and on in (None, DEFAULT)
-    }
+    written = {target_name(one.name, one.home): one.name for one in _targets(pipes) if on in (None, one.home)}
     if not read and not written:
         return NO_EXISTING
-    names = {name: topic for name, (topic, _) in read.items()} | {target_name(topic): topic for topic in written}
+    names = {name: topic for name, (topic, _) in read.items()} | written
     return ExistingTopics(
         names, {topic: Translation(stream) for topic, stream in read.values()}, _own_topics(pipes, on)
     )
+
+
+def target_homes(pipes: PipeFile) -> dict[str, str]:
+    """The broker of each topic of others that the pipe file writes, by the topic's name in the fleet."""
+    return {target_name(one.name, one.home): one.home for one in _targets(pipes)}
+
+
+def _targets(pipes: PipeFile) -> list[TopicTarget]:
+    return [one.topic for pipe in pipes.pipes.values() for one in pipe.destinations if one.topic is not None]
 
 
 def _own_topics(pipes: PipeFile, on: str | None) -> frozenset[str]:

@@ -14,7 +14,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import NotAllowed, UnsafeTopic
 from services.core.broker.several.broker import open_several
 from services.core.broker.several.brokers import DEFAULT, Opening
-from services.core.existing_topics import existing_topics
+from services.core.existing_topics import existing_topics, target_homes
 from services.core.homes import Homes
 from services.core.pipes import PipeFile
 
@@ -53,7 +53,7 @@ def open_with_homes(url: str, pipes: PipeFile) -> AbstractAsyncContextManager[Br
         openings[name] = opening
     streams = {name: stream.home for name, stream in pipes.streams.items()}
     sparse = [name for name, address in pipes.brokers.items() if address.startswith("kinesis:")]
-    return _open(open_broker(url, existing_topics(pipes, DEFAULT)), openings, streams, sparse)
+    return _open(open_broker(url, existing_topics(pipes, DEFAULT)), openings, streams, target_homes(pipes), sparse)
 
 
 @asynccontextmanager
@@ -61,16 +61,17 @@ async def _open(
     opening: AbstractAsyncContextManager[Broker],
     openings: Mapping[str, Opening],
     streams: Mapping[str, str],
+    targets: Mapping[str, str],
     sparse: Collection[str],
 ) -> AsyncIterator[Broker]:
     async with opening as own:
-        homes = Homes(streams, own)
+        homes = Homes(streams, own, targets)
         try:
             await homes.refresh()
         except NotAllowed:  # without `brokers` most services need no right to it, and nothing was moved
             if openings:
                 raise
-        if lost := homes.used() - {DEFAULT, *openings}:
+        if lost := homes.with_streams() - {DEFAULT, *openings}:
             raise UnsafeTopic([(name, "on", _NOT_NAMED.format(lost=there)) for name, there in homes.on(lost)])
         if not openings and not homes.has_moves:
             yield own

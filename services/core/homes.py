@@ -154,9 +154,9 @@ def _now() -> float:
 class Homes(Places):
     """The homes, as far as the control topic was read. `refresh` before the first use, `follow` from then on."""
 
-    def __init__(self, streams: Mapping[str, str], broker: Broker) -> None:
-        """streams: the broker of each by the pipe file. broker: the fleet's own."""
-        super().__init__(streams)
+    def __init__(self, streams: Mapping[str, str], broker: Broker, targets: Mapping[str, str] | None = None) -> None:
+        """streams: the broker of each by the pipe file. broker: the fleet's own. targets: as in Places; they never move."""
+        super().__init__(streams, targets)
         self._broker, self._topic = broker, ControlTopic(broker.reader)
         self._homes = {name: Home(on, on) for name, on in streams.items()}
         self._known_until = float("-inf")
@@ -176,7 +176,7 @@ class Homes(Places):
         home = self._homes.get(topic)
         return super().written_to(topic) if home is None else home.writers
 
-    def used(self) -> set[str]:
+    def with_streams(self) -> set[str]:
         return {DEFAULT} | {name for home in self._homes.values() for name in (home.readers, home.writers)}
 
     @property

@@ -9,6 +9,8 @@ from services.core.yaml_source import KeyPath
 RESERVED = "penstock"
 """No pipe and no stream has this name: topics that begin with it belong to the fleet."""
 
+_KINDS = {"log": "an embedded log", "kinesis": "Kinesis"}
+
 Found = tuple[KeyPath, str]
 """The path of a key, and the mistake there, for a person."""
 
@@ -25,13 +27,9 @@ def find_broken_references(data: object) -> list[Found]:
     ]
     problems += _check_topics(streams)
     feeds: dict[str, set[str]] = {}
-    problems += _check_brokers(_mapping(_mapping(data).get("brokers")), streams)
+    problems += _check_brokers(_mapping(_mapping(data).get("brokers")), streams, pipes)
     problems += _check_places(pipes, streams)
-    read = {
-        topic: name
-        for name, stream in streams.items()
-        if (topic := _mapping(stream).get("topic")) is not None and _is_at_home(stream)
-    }
+    read = {place: name for name, stream in streams.items() if (place := _place(stream, "topic")) is not None}
     for name, pipe in pipes.items():
         sources = [source for source in _items(_mapping(pipe).get("sources")) if isinstance(source, str)]
         destinations = [_mapping(destination) for destination in _items(_mapping(pipe).get("destinations"))]
@@ -47,7 +45,8 @@ def find_broken_references(data: object) -> list[Found]:
         problems += [(("pipes", name, *path), text) for path, text in _check_outputs(outputs, destinations)]
         for index, destination in enumerate(destinations):
             kind = "stream" if "stream" in destination else "topic"
-            target = destination.get("stream") or read.get(_mapping(destination.get("topic")).get("name"))
+            place = _place(destination.get("topic"), "name")
+            target = destination.get("stream") or (None if place is None else read.get(place))
             if isinstance(target, str) and _reaches(feeds, target, set(sources)):
                 path = ("pipes", name, "destinations", index, kind)
                 problems.append((path, f"{target!r} leads back to the pipe's own source: a loop"))
@@ -78,7 +77,10 @@ def _check_pipe(
         if isinstance(stream, str) and stream not in streams:
             yield ("destinations", index, "stream"), f"{stream!r} {known}"
         elif isinstance(stream, str) and (topic := _mapping(streams[stream]).get("topic")):
-            text = f"{stream!r} is the topic {topic} of others, which is only read. Try: topic: {{name: {topic}}}"
+            there = "" if _is_at_home(streams[stream]) else f", on: {_mapping(streams[stream]).get('on')}"
+            text = (
+                f"{stream!r} is the topic {topic} of others, which is only read. Try: topic: {{name: {topic}{there}}}"
+            )
             yield ("destinations", index, "stream"), text
 
 
@@ -99,33 +101,50 @@ def _check_deletes(
 
 def _check_topics(streams: Mapping[str, object]) -> Iterator[Found]:
     """Topics of others that are read twice, or are ours."""
-    readers: dict[tuple[object, str], str] = {}
+    readers: dict[tuple[str, str], str] = {}
     for name, stream in streams.items():
-        topic, home = _mapping(stream).get("topic"), _mapping(stream).get("on")
-        if not isinstance(topic, str) or not (home is None or isinstance(home, str)):
+        place = _place(stream, "topic")
+        if place is None:
             continue
-        if (home, topic) in readers:
-            text = (
-                f"{topic!r} is the topic of stream {readers[home, topic]!r} already. Try: that stream as a source of several "
-                "pipes"
-            )
+        if place in readers:
+            text = f"{place[1]!r} is the topic of stream {readers[place]!r} already. Try: that stream in several pipes"
             yield ("streams", name, "topic"), text
-        readers.setdefault((home, topic), name)
+        readers.setdefault(place, name)
 
 
-def _check_brokers(brokers: Mapping[str, object], streams: Mapping[str, object]) -> Iterator[Found]:
-    """A broker with the name of the fleet's own, and streams on brokers that are not there, or cannot have them."""
+def _place(one: object, key: str) -> tuple[str, str] | None:
+    """The broker and the name of a topic of others; None where there is none, or a part has the wrong shape. key: of the name."""
+    topic, home = _mapping(one).get(key), _mapping(one).get("on")
+    if not isinstance(topic, str) or not (home is None or isinstance(home, str)):
+        return None
+    return home or DEFAULT, topic
+
+
+def _check_brokers(
+    brokers: Mapping[str, object], streams: Mapping[str, object], pipes: Mapping[str, object]
+) -> Iterator[Found]:
+    """A broker with the name of the fleet's own; streams and topics on brokers that are not there, or cannot have them."""
     if DEFAULT in brokers:
         text = f"{DEFAULT!r} is the name of the fleet's own broker, that of --broker. Try: another name"
         yield ("brokers", DEFAULT), text
     known = ", ".join(map(str, (DEFAULT, *brokers)))
-    for name, stream in streams.items():
-        home = _mapping(stream).get("on")
+    places: list[tuple[KeyPath, object]] = [(("streams", name), stream) for name, stream in streams.items()]
+    places += [
+        (("pipes", name, "destinations", index, "topic"), _mapping(destination).get("topic"))
+        for name, pipe in pipes.items()
+        for index, destination in enumerate(_items(_mapping(pipe).get("destinations")))
+    ]
+    for path, one in places:
+        home, found = _mapping(one).get("on"), _mapping(one)
+        kind = str(brokers.get(str(home))).partition(":")[0]
         if isinstance(home, str) and home != DEFAULT and home not in brokers:
-            yield ("streams", name, "on"), f"{home!r} is not among brokers: {known}"
-        elif str(brokers.get(str(home))).startswith("kinesis:") and _mapping(stream).get("compact") is True:
+            yield (*path, "on"), f"{home!r} is not among brokers: {known}"
+        elif kind == "kinesis" and found.get("compact") is True:
             text = f"{home} is Kinesis, which keeps no event for more than a year. Try: Kafka or the embedded log"
-            yield ("streams", name, "compact"), text
+            yield (*path, "compact"), text
+        elif kind in ("log", "kinesis") and (path[0] == "pipes" or "topic" in found):
+            text = f"{home} is {_KINDS[kind]}, which has no topics of others: they are on Kafka only. Try: a Kafka among brokers"
+            yield (*path, "on"), text
 
 
 def _check_places(pipes: Mapping[str, object], streams: Mapping[str, object]) -> Iterator[Found]:

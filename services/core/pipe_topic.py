@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from services.core.broker.several.brokers import DEFAULT
+
 
 def _field_path(value: str) -> str:
     if not value or any(not part for part in value.split(".")):
@@ -16,6 +18,10 @@ def _topic_name(value: str) -> str:
         raise ValueError("is no name that Kafka allows. Try: the name that kafka-topics --list shows")
     return value
 
+
+NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+"""At most 63 lower-case letters, digits, - and _. No dots: they separate the parts of topic names."""
 
 FieldPath = Annotated[str, AfterValidator(_field_path), Field(max_length=200)]
 """A field of the JSON payload; nested fields joined by dots."""
@@ -50,9 +56,19 @@ class TopicTarget(BaseModel):
         description="The name of the topic on the Kafka cluster, without the prefix of the fleet. It must be there.",
         examples=["erp.orders"],
     )
+    on: Name | None = Field(
+        None,
+        description="The broker of `brokers` that the topic is on, a Kafka. Absent: the fleet's own, that of `--broker`.",
+        examples=["msk"],
+    )
     format: Literal["cloudevents", "plain"] = Field(
         "cloudevents",
         description="cloudevents: the payload, and the event's attributes as headers (the Kafka binding of CloudEvents, binary "
         "mode). plain: only the key and the payload.",
         examples=["plain"],
     )
+
+    @property
+    def home(self) -> str:
+        """The name of the broker that it is on."""
+        return self.on or DEFAULT

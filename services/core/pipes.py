@@ -13,7 +13,8 @@ from services.core.broker.connect import open_broker
 from services.core.broker.several.brokers import DEFAULT
 from services.core.pipe_references import find_broken_references
 from services.core.pipe_table import Table
-from services.core.pipe_topic import FromHeader, Place, TopicName, TopicTarget
+from services.core.pipe_topic import NAME_PATTERN as NAME_PATTERN
+from services.core.pipe_topic import FromHeader, Name, Place, TopicName, TopicTarget
 from services.core.pipe_webhook import StrictModel, Webhook
 from services.core.units import Duration
 from services.core.version import newer_format
@@ -26,12 +27,8 @@ def _broker_url(value: str) -> str:
     return value
 
 
-NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 LANE_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}/[a-z0-9][a-z0-9_-]{0,62}$"
 REMOVED_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}(/[a-z0-9][a-z0-9_-]{0,62})?$"
-Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-"""At most 63 lower-case letters, digits, - and _. No dots: they separate the parts of topic names."""
-
 BrokerUrl = Annotated[str, AfterValidator(_broker_url), Field(max_length=2000)]
 """The URL of a further broker."""
 
@@ -407,8 +404,8 @@ class PipeFile(StrictModel):
 
     brokers: dict[Name, BrokerUrl] = Field(
         default_factory=dict,
-        description="By name. Further brokers on which streams may live (`on`): the embedded log, Kafka or Kinesis, each by a "
-        "URL as in `--broker`. All other topics are on the fleet's own broker (docs/brokers.md).",
+        description="By name. Further brokers on which streams and topics of others may be (`on`): the embedded log, Kafka or "
+        "Kinesis, each by a URL as in `--broker`. All other topics are on the fleet's own broker (docs/brokers.md).",
         examples=[{"msk": "kafka://b-1.example.org:9098?security=/etc/penstock/msk.yaml"}],
     )
     streams: dict[Name, Stream] = Field(

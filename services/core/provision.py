@@ -27,7 +27,8 @@ from services.core.audit import write_growth
 from services.core.broker.contract import Admin, Broker, TopicSpec
 from services.core.broker.errors import BrokerError, TopicExists, UnsafeTopic
 from services.core.broker.producer import Producer
-from services.core.existing_topics import existing_topics
+from services.core.broker.several.brokers import DEFAULT
+from services.core.existing_topics import existing_topics, target_homes
 from services.core.key_marks import read_key_marks, write_key_marks
 from services.core.ledger.report import SNAPSHOTS, TELEMETRY
 from services.core.pipes import Pipe, PipeFile, needs_retrier, own_streams
@@ -208,8 +209,16 @@ async def ensure_topics(
 
 
 def find_absent(existing: Collection[str], pipes: PipeFile) -> dict[str, str]:
-    """The topics of others that are not there, by their names in the fleet. existing: the topics that are."""
-    return {name: topic for name, topic in existing_topics(pipes).names.items() if name not in existing}
+    """The topics of others that are not there, by their names in the fleet: each with its broker, if that is not the fleet's own.
+
+    existing: the topics that are there.
+    """
+    homes = target_homes(pipes) | {name: stream.home for name, stream in pipes.streams.items()}
+    return {
+        name: topic if homes[name] == DEFAULT else f"{topic} on broker {homes[name]}"
+        for name, topic in existing_topics(pipes).names.items()
+        if name not in existing
+    }
 
 
 def _require_fixed_tables(compacted: Collection[TopicSpec], lacking: Collection[str]) -> None:

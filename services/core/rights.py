@@ -127,7 +127,9 @@ def _find_names(pipes: PipeFile) -> dict[str, list[str]]:
             "SOURCE-OF-OTHERS": [source for source in pipe.sources if source in others],
             "DELIVERED": [topic for topic in delivered if topic not in others],
             "DELIVERED-OF-OTHERS": [topic for topic in delivered if topic in others],
-            "TARGET-OF-OTHERS": [target_name(one.topic.name) for one in pipe.destinations if one.topic is not None],
+            "TARGET-OF-OTHERS": [
+                target_name(one.topic.name, one.topic.home) for one in pipe.destinations if one.topic is not None
+            ],
             "TARGET": [one.stream for one in pipe.destinations if one.stream is not None],
             "PIPE.DESTINATION": [delivery_group(name, one.name) for one in pipe.destinations],
             **{f"PIPE.{end}": {f"{name}.{end}"} & set(topics) for end in ("out", "dead", "retry", "parked")},

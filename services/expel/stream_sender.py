@@ -77,7 +77,7 @@ class TopicSender(StreamSender):
     """
 
     def __init__(self, producer: Producer, target: TopicTarget, pipe: str) -> None:
-        super().__init__(producer, None, target_name(target.name))
+        super().__init__(producer, None, target_name(target.name, target.home))
         self._format, self._source = target.format, f"penstock/{pipe}".encode()
 
     def prepare(self, delivery: Delivery) -> list[Record]:

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+import structlog
+
 from services.core.yaml_source import BadConfiguration
 from services.fleet.console import print_failure, print_problems
 from services.fleet.problem import CommandFailed
@@ -18,6 +20,8 @@ def main() -> None:
     """Run the command that the command line names, and exit."""
     # The Kafka client logs each failed attempt. The command raises one error for all of them.
     logging.getLogger("aiokafka").addHandler(logging.NullHandler())
+    # stdout has the results alone. What stderr is may change while a test runs.
+    structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
     load_verbs(sys.argv[1:])
     try:
         APP()

@@ -26,7 +26,7 @@ class _ByName(Places):
     def of(self, topic: str) -> str:
         return _OTHER if topic.endswith(_OTHERS_END) else DEFAULT
 
-    def used(self) -> set[str]:
+    def with_streams(self) -> set[str]:
         return {DEFAULT, _OTHER}
 
 

@@ -358,7 +358,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--rate", type=float, default=2000, help="events per second")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
-    parser.add_argument("--broker", choices=["log", "kafka", "kinesis"], default="log", help="kinesis: with --strikes")
+    parser.add_argument("--broker", choices=["log", "kafka", "kinesis"], default="log")
     parser.add_argument("--strikes", type=int, help="instead: so many kills, freezes and partitions, one a second")
     parser.add_argument(
         "--fidelity", action="store_true", help="does the observer name what is lost, and nothing else?"
@@ -384,8 +384,8 @@ def main() -> int:
     parser.add_argument("--transform", action="store_true", help="with --upgrade: through Spark, too")
     arguments = parser.parse_args()
     assert BACKENDS
-    if arguments.broker == "kinesis" and not arguments.strikes:
-        parser.error("--broker kinesis goes with --strikes")
+    if arguments.broker == "kinesis" and not (arguments.strikes or arguments.migrations):
+        parser.error("--broker kinesis goes with --strikes or --migrations")
     if arguments.upgrade:
         more = {"kafka": arguments.broker == "kafka", "transform": arguments.transform}
         return rolling.main(arguments.minutes, arguments.rate, arguments.seed, **more)

@@ -1,14 +1,17 @@
 """Histories of a stream that moves while everything is killed: make soak ARGS="--migrations 20 --broker kafka"."""
 
 import asyncio
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from services.core.aws_emulator import CREDENTIALS, AwsEmulator
 from services.core.jvm.kafka import KafkaCluster
 from tests.faults.moves import last_words, run_history
 from tests.support.fault_table import HEAD, Row
@@ -16,7 +19,12 @@ from tests.support.kafka import unique_name
 
 _KILLS = 4
 """In each of the three moves of a history."""
-_WAYS = {"log": (("log", "log"),), "kafka": (("log", "kafka"), ("kafka", "log"), ("kafka", "kafka"))}
+_WAYS = {
+    "log": (("log", "log"),),
+    "kafka": (("log", "kafka"), ("kafka", "log"), ("kafka", "kafka")),
+    "kinesis": (("log", "kinesis"), ("kafka", "kinesis")),
+}
+"""The fleet's own broker and the other one, by `--broker`. Each history goes in both directions."""
 
 
 def run(broker: str, histories: int, rate: float, seed: int) -> int:
@@ -26,12 +34,7 @@ def run(broker: str, histories: int, rate: float, seed: int) -> int:
     rows: list[Row] = []
     failed: list[str] = []
     with ExitStack() as stack:
-        bootstrap = ""
-        if broker == "kafka":
-            cluster = KafkaCluster(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-moves-"))))
-            stack.callback(cluster.stop, grace_s=0)
-            cluster.start()
-            bootstrap = cluster.bootstrap
+        urls = _open_brokers({kind for way in _WAYS[broker] for kind in way}, stack)
         for number in range(histories):
             own, second = _WAYS[broker][number % len(_WAYS[broker])]
             folder = Path(tempfile.mkdtemp(prefix="penstock-move-"))
@@ -40,8 +43,8 @@ def run(broker: str, histories: int, rate: float, seed: int) -> int:
                 history = asyncio.run(
                     run_history(
                         name,
-                        _url(own, folder / "own", bootstrap),
-                        {"second": _url(second, folder / "second", bootstrap)},
+                        _url(own, folder / "own", urls),
+                        {"second": _url(second, folder / "second", urls)},
                         folder,
                         kills=_KILLS,
                         rate=rate,
@@ -64,5 +67,20 @@ def run(broker: str, histories: int, rate: float, seed: int) -> int:
     return 1 if failed or len(rows) < histories else 0
 
 
-def _url(kind: str, folder: Path, bootstrap: str) -> str:
-    return f"log://{folder}" if kind == "log" else f"kafka://{bootstrap}?prefix={unique_name('fleet')}."
+def _open_brokers(kinds: set[str], stack: ExitStack) -> dict[str, str]:
+    """The URLs of a Kafka and of a Kinesis, as far as they are needed, up to the prefix. The stack ends them."""
+    urls = {}
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-moves-")))
+    if "kafka" in kinds:
+        cluster = KafkaCluster(folder / "kafka")
+        stack.callback(cluster.stop, grace_s=0)
+        cluster.start()
+        urls["kafka"] = f"kafka://{cluster.bootstrap}?"
+    if "kinesis" in kinds:
+        os.environ.update(CREDENTIALS)
+        urls["kinesis"] = f"{stack.enter_context(AwsEmulator(folder / 'aws')).url}&"
+    return urls
+
+
+def _url(kind: str, folder: Path, urls: Mapping[str, str]) -> str:
+    return f"log://{folder}" if kind == "log" else f"{urls[kind]}prefix={unique_name('fleet')}."

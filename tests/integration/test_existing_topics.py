@@ -1,21 +1,28 @@
 """Topics that others write, on a real Kafka: read to a webhook, with the loss table, dead letters, redrive and story right.
 
-The records are those of clients as people have them: kcat (plain values, with and without keys, each compression), the JSON
-converter of Kafka Connect (schema and payload), Debezium (before, after, op; a tombstone behind a delete), and transactions.
+The records are those of clients as people have them: plain ones as of kcat, with and without keys, by a client in Python; and
+`java_writers`: Kafka's producer in Java with each compression and with transactions, Connect's JSON converter, and Debezium's
+connector at a real PostgreSQL.
 """
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import orjson
 import pytest
 from aiohttp import web
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRebalanceListener
+from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import NewPartitions, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.structs import OffsetAndMetadata
 
 from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
@@ -26,6 +33,7 @@ from services.core.broker.record import TopicPartition
 from services.core.dead_letter import DeadLetter
 from services.core.event import ORIGIN, Origin
 from services.core.existing_topics import existing_topics
+from services.core.fleet_broker import open_fleet_broker
 from services.core.jvm.kafka import KafkaCluster
 from services.core.ledger.report import TELEMETRY, decode_report
 from services.core.pipes import PipeFile, load_pipes
@@ -40,17 +48,35 @@ from services.fleet.dead.redrive import Redrive, RedriveTargets
 from services.observer.ledger.flow import read_flow
 from services.observer.ledger.settlement import Row
 from services.observer.ledger.table import Table
-from tests.integration.expel_process import Expel, hook, kill_at_end
+from tests.integration.expel_process import Expel, decide, hook, kill_at_end, wait_parked, wait_replayed
+from tests.integration.retrier_process import RetrierProcess
+from tests.integration.retrier_process import kill_at_end as kill_retrier_at_end
+from tests.support.java_writers import CODECS
 from tests.support.kafka import describe_partitions, make_topic, open_admin, unique_name
+from tests.support.postgres import Postgres
 from tests.unit.expel.receiver import DEADLINE, Received, open_receiver
 
 pytestmark = pytest.mark.kafka
 
 CONNECT = {
-    "schema": {"type": "struct", "fields": [{"field": "id", "type": "int32"}], "optional": False},
+    "schema": {"type": "struct", "fields": [{"type": "int32", "optional": False, "field": "id"}], "optional": False},
     "payload": {"id": 7},
 }
-DELETE = {"before": {"id": 9}, "after": None, "op": "d", "ts_ms": 1_790_000_000_000}
+"""As the converter writes it."""
+
+
+FROM_JAVA = 5 * len(CODECS) + 2 + 1 + 4
+"""Records with each compression, by the converter, in a transaction, and by Debezium, the last of them a tombstone."""
+
+
+@pytest.fixture(scope="module")
+def database() -> Iterator[Postgres]:
+    # Not in pytest's folder: only its owner may enter that, and the server is another user.
+    with TemporaryDirectory(prefix="penstock-postgres-") as folder:
+        server = Postgres(Path(folder), "wal_level=logical")
+        server.start()
+        yield server
+        server.stop()
 
 
 class ForeignExpel(Expel):
@@ -64,7 +90,7 @@ class ForeignExpel(Expel):
         return path
 
 
-async def produce(bootstrap: str, topic: str) -> int:
+async def produce(bootstrap: str, topic: str, database: Postgres) -> int:
     """As others do. Returns the number of committed records."""
     count = 0
     for codec in (None, "gzip", "snappy", "lz4", "zstd"):
@@ -74,21 +100,14 @@ async def produce(bootstrap: str, topic: str) -> int:
                 await producer.send(topic, b'{"codec": "%s", "n": %d}' % (str(codec).encode(), number), key)
                 count += 1
     async with AIOKafkaProducer(bootstrap_servers=bootstrap) as producer:
-        await producer.send_and_wait(topic, json.dumps(CONNECT).encode(), headers=[("invoice-id", b"connect-7")])
-        await producer.send_and_wait(
-            topic, json.dumps(DELETE).encode(), b'{"id":9}', headers=[("invoice-id", b"delete-9")]
-        )
-        await producer.send_and_wait(topic, None, b'{"id":9}')
         await producer.send_and_wait(topic, b"no json", headers=[("invoice-id", b"plain-text")])
         await producer.send_and_wait(topic, b"{}", headers=[("invoice-id", b"\xff")])
         await producer.send_and_wait(topic, b'{"refused": true}', headers=[("invoice-id", b"refused-1")])
-    async with AIOKafkaProducer(bootstrap_servers=bootstrap, transactional_id=unique_name("tx")) as producer:
-        async with producer.transaction():
-            await producer.send_and_wait(topic, b'{"n": 1}', headers=[("invoice-id", b"committed")])
-        await producer.begin_transaction()
-        await producer.send_and_wait(topic, b'{"n": 2}', headers=[("invoice-id", b"rolled-back")])
-        await producer.abort_transaction()
-    return count + 7
+    writers = [sys.executable, "-m", "tests.support.java_writers", bootstrap, topic, database.url]
+    done = await asyncio.to_thread(subprocess.run, writers, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["c", "u", "d", "null"]
+    return count + 3 + FROM_JAVA
 
 
 async def read_row(broker: Broker, pipes: PipeFile, pipe: str) -> Row:
@@ -107,7 +126,9 @@ async def read_row(broker: Broker, pipes: PipeFile, pipe: str) -> Row:
     return total
 
 
-async def test_a_topic_of_others_is_delivered_and_accounted_for(kafka_cluster: KafkaCluster, tmp_path: Path) -> None:
+async def test_a_topic_of_others_is_delivered_and_accounted_for(
+    kafka_cluster: KafkaCluster, database: Postgres, tmp_path: Path
+) -> None:
     """Broken: nobody's existing topics reach a webhook, or their events are lost, doubled or counted wrong."""
     bootstrap = kafka_cluster.bootstrap
     topic, target = (
@@ -122,23 +143,23 @@ async def test_a_topic_of_others_is_delivered_and_accounted_for(kafka_cluster: K
             return web.json_response({"failed": [{"id": "refused-1", "retry": False}]})
         return web.Response(status=204)
 
-    count = await produce(bootstrap, topic)
+    count = await produce(bootstrap, topic, database)
     async with open_receiver(answer) as receiver:
         expel = ForeignExpel(tmp_path, None, url, [], pipe=pipe)  # type: ignore[arg-type]
-        copy = {"name": "copy", "topic": {"name": target}}
+        copy = {"name": "copy", "topic": {"name": target, "on": "second"}}
         expel.pipe_file = {
+            "brokers": {"second": f"kafka://{bootstrap}?prefix=other."},
             "streams": {"invoices": {"topic": topic, "id": {"header": "invoice-id"}}},
             "pipes": {pipe: {"sources": ["invoices"], "destinations": [hook("hook", receiver.url), copy]}},
         }
         pipes = await asyncio.to_thread(load_pipes, expel.write_pipes())
-        existing = existing_topics(pipes)
-        async with open_broker(url, existing) as broker, kill_at_end(expel):
+        async with open_fleet_broker(url, pipes) as broker, kill_at_end(expel):
             await ensure_topics(broker.admin, pipes)
             for change in (
                 broker.admin.delete_topic("invoices"),
                 broker.admin.add_partitions("invoices", 9),
                 broker.appender.append("invoices", 0, [], timeout=5),
-                broker.admin.delete_topic(target_name(target)),
+                broker.admin.delete_topic(target_name(target, "second")),
             ):
                 with pytest.raises(BrokerError, match="topic of others"):
                     await change
@@ -147,9 +168,9 @@ async def test_a_topic_of_others_is_delivered_and_accounted_for(kafka_cluster: K
             async with asyncio.timeout(DEADLINE):
                 while len(receiver.accepted) < good or await _lag(broker, pipe):
                     await asyncio.sleep(0.1)
-            assert {"connect-7", "delete-9", "committed"} <= set(receiver.accepted)
+            assert {"connect-7", "connect-bare", "committed"} <= set(receiver.accepted)
             assert "rolled-back" not in receiver.accepted
-            assert sum(one.startswith(f"{topic}-") for one in receiver.accepted) == 25
+            assert sum(one.startswith(f"{topic}-") for one in receiver.accepted) == 25 + 5 * len(CODECS) + 3
             await expel.stop()
 
             letters = await _letters(broker, pipe)
@@ -209,17 +230,126 @@ async def _letters(broker: Broker, pipe: str) -> list[DeadLetter]:
 async def _check_copies(bootstrap: str, target: str, pipe: str) -> None:
     """What other consumers see in the topic that we wrote: CloudEvents, and nothing of ours."""
     consumer = AIOKafkaConsumer(target, bootstrap_servers=bootstrap, auto_offset_reset="earliest")
+    wanted = {"connect", "c", "u", "d"}
     async with consumer, asyncio.timeout(DEADLINE):
         async for found in consumer:
             headers = dict(found.headers)
-            if headers["ce_id"] != b"delete-9":
+            if headers["ce_id"] == b"plain-text":
                 continue
-            assert json.loads(found.value) == DELETE
-            assert (found.key, headers["ce_specversion"]) == (b'{"id":9}', b"1.0")
+            value = json.loads(found.value)
+            if headers["ce_id"] == b"connect-7":
+                assert value == CONNECT
+                wanted.discard("connect")
+            if value.get("source", {}).get("connector") == "postgresql":
+                row = value["after"] or value["before"]
+                assert (found.key, row["id"]) == (b'{"id":9}', 9)
+                wanted.discard(value["op"])
+            assert (headers["ce_specversion"], headers["content-type"]) == (b"1.0", b"application/json")
             assert (headers["ce_source"], headers["ce_type"]) == (f"penstock/{pipe}".encode(), b"penstock.invoices")
-            assert headers["content-type"] == b"application/json"
             assert not [name for name in headers if name.startswith("penstock_")]
-            return
+            if not wanted:
+                return
+
+
+class _Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]
+    """Counts how often a group of others was divided anew."""
+
+    count = 0
+
+    async def on_partitions_revoked(self, revoked: object) -> None:
+        return
+
+    async def on_partitions_assigned(self, assigned: object) -> None:
+        self.count += 1
+
+
+async def _owned(bootstrap: str, topic: str, count: int) -> tuple[object, ...]:
+    """What its owner sees of a topic: settings, `count` records or more, and topics with its name."""
+    async with (
+        open_admin(bootstrap) as admin,
+        AIOKafkaConsumer(bootstrap_servers=bootstrap) as reader,
+        asyncio.timeout(DEADLINE),
+    ):
+        (answer,) = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, topic)])
+        settings = sorted((name, value) for name, value, *_ in answer.resources[0][4])
+        topics = sorted(name for name in await admin.list_topics() if topic in name)
+        places = [KafkaPartition(topic, one["partition"]) for one in await describe_partitions(bootstrap, topic)]
+        reader.assign(places)
+        await reader.seek_to_beginning(*places)
+        while (there := sum((await reader.end_offsets(places)).values())) < count:
+            await asyncio.sleep(0.1)  # the newest ones are not on all replicas yet
+        records: list[tuple[object, ...]] = []
+        while len(records) < there:
+            one = await reader.getone()
+            records.append((one.partition, one.offset, one.timestamp, one.key, one.value, one.headers))
+    return (topics, settings, sorted(records, key=lambda record: record[:2]))
+
+
+async def test_retries_and_pauses_beside_another_group(kafka_cluster: KafkaCluster, tmp_path: Path) -> None:
+    """Broken: an event of others that waits or is parked is lost, or our reading disturbs the topic or the group of its owner."""
+    bootstrap = kafka_cluster.bootstrap
+    topic = await make_topic(bootstrap, "Billing.orders", partitions=2, configs={"retention.ms": "3600000"})
+    pipe, team, rebalances = unique_name("bill"), unique_name("billing-team"), _Rebalances()
+    url = f"kafka://{bootstrap}?prefix={unique_name('fleet')[:20]}."
+    is_away = True
+
+    async def answer(received: Received) -> web.Response:
+        if is_away and "late" in received.ids:
+            return web.json_response({"failed": [{"id": "late", "retry": True}]})
+        return web.Response(status=204)
+
+    async def write(*names: str) -> None:
+        async with AIOKafkaProducer(bootstrap_servers=bootstrap) as producer:
+            for name in names:
+                await producer.send_and_wait(topic, b'{"id": "%s"}' % name.encode(), name.encode())
+
+    await write("late", "early")
+    owner = AIOKafkaConsumer(bootstrap_servers=bootstrap, group_id=team, enable_auto_commit=False)
+    owner.subscribe([topic], listener=rebalances)
+    async with (
+        open_receiver(answer) as receiver,
+        owner,
+        kill_retrier_at_end(RetrierProcess(tmp_path, url)) as retrier,
+    ):
+        async with asyncio.timeout(DEADLINE):
+            while len(owner.assignment()) < 2:
+                await asyncio.sleep(0.1)
+        places = {place: place.partition + 1 for place in owner.assignment()}
+        await owner.commit({place: OffsetAndMetadata(offset, "theirs") for place, offset in places.items()})
+        expel = ForeignExpel(tmp_path, None, url, [], stream="orders", pipe=pipe)  # type: ignore[arg-type]
+        destination = hook("hook", receiver.url, schedule=["1s"] * 30, retry={"attempts": 1})
+        expel.pipe_file = {
+            "streams": {"orders": {"topic": topic, "id": "id"}},
+            "pipes": {pipe: {"sources": ["orders"], "destinations": [destination]}},
+        }
+        pipes = await asyncio.to_thread(load_pipes, expel.write_pipes())
+        before = await _owned(bootstrap, topic, 2)
+        async with open_broker(url, existing_topics(pipes)) as broker, kill_at_end(expel):
+            expel.broker = broker
+            await ensure_topics(broker.admin, pipes)
+            await retrier.start()
+            await expel.start()
+            await retrier.wait_metric(1, "penstock_retrier_events_moved_total")
+            assert receiver.accepted == ["early"]
+            is_away = False
+            await receiver.wait_for_ids(["late"])
+            await decide(expel, "paused")
+            await expel.wait_metric(1, "penstock_expel_paused", destination="hook")
+            assert await _owned(bootstrap, topic, 2) == before
+            await write("parked-1", "parked-2")
+            written = await _owned(bootstrap, topic, 4)
+            await wait_parked(expel, 2)
+            await expel.wait_no_lag("hook")
+            await decide(expel, "resumed")
+            await receiver.wait_for_ids(["parked-1", "parked-2"])
+            await wait_replayed(expel)
+            await expel.stop()
+            row = await read_row(broker, pipes, pipe)
+            assert (row.accepted, row.missing, row.waiting) == (4, 0, 0)
+            assert sorted(receiver.accepted) == ["early", "late", "parked-1", "parked-2"]
+        assert await _owned(bootstrap, topic, 4) == written
+        assert {place: await owner.committed(place) for place in places} == places
+        assert rebalances.count == 1
 
 
 async def test_a_topic_of_others_that_is_not_there(kafka_cluster: KafkaCluster, tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ _START_S = 300.0
 class Postgres:
     """Started by `start`, ended by `stop`. It refuses to run as root: then its processes belong to `nobody`."""
 
-    def __init__(self, folder: Path) -> None:
-        """folder: exists, and is empty."""
+    def __init__(self, folder: Path, *settings: str) -> None:
+        """folder: exists, and is empty. settings: of the server, as `wal_level=logical`."""
         found = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))
         assert found, "PostgreSQL is needed. Try: infra/dev/test_tools.sh"
         self._programs, self._folder, self.port = found[-1], folder, free_port()
+        self._settings = settings
         self._user = "nobody" if os.geteuid() == 0 else None
 
     @property
@@ -38,6 +39,7 @@ class Postgres:
             "initdb", "--auth=scram-sha-256", f"--username={USER}", f"--pwfile={password}", "--no-sync", self._data
         )
         options = f"-p {self.port} -k '' -c listen_addresses=127.0.0.1 -c fsync=off"
+        options += "".join(f" -c {setting}" for setting in self._settings)
         self._run(
             "pg_ctl", "-D", self._data, "-o", options, "-l", self._folder / "log", "-w", "-t", str(_START_S), "start"
         )

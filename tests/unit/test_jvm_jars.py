@@ -48,6 +48,7 @@ def test_the_lock_names_the_versions_that_work_together() -> None:
     server = {jar.artifact: jar.version for jar in sets[jars.KAFKA_SERVER]}
     assert server["kafka_2.13"].startswith("4.1.")
     assert "log4j-slf4j-impl" in server
+    assert {jar.version for jar in sets[jars.KAFKA_WRITERS] if "kafka" in jar.group} == {server["kafka_2.13"]}
 
 
 @pytest.mark.parametrize("line", ["org.a:one 00", f"org.a:one:1:jar {SHA256}", "org.a:one:1 abc", "word"])

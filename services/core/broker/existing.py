@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from services.core.broker.record import Batch
+from services.core.broker.several.brokers import DEFAULT
 
 Translate = Callable[[Batch, str], Batch]
 """Makes events of the records of one topic, with the same offsets. The arguments: a batch under the topic's name on the cluster,
@@ -40,6 +41,6 @@ class ExistingTopics:
 NO_EXISTING = ExistingTopics()
 
 
-def target_name(topic: str) -> str:
-    """The name in the fleet of a topic of others that it writes to. No topic of Kafka has a colon in its name."""
-    return f"existing:{topic}"
+def target_name(topic: str, broker: str = DEFAULT) -> str:
+    """The name in the fleet of a topic of others that it writes to, on this broker. No topic of Kafka has a colon in its name."""
+    return f"existing:{topic}" if broker == DEFAULT else f"existing:{broker}:{topic}"

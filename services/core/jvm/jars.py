@@ -26,6 +26,8 @@ KAFKA_SERVER = "kafka-server"
 DATABASES = "databases"
 AVRO_IDL = "avro-idl"
 """For tests: Avro's own reader of IDL files."""
+KAFKA_WRITERS = "kafka-writers"
+"""For tests, beside KAFKA_SERVER and DATABASES: Kafka Connect's JSON converter, and Debezium's connector for PostgreSQL."""
 FETCH_TIMEOUT_S = 300.0
 FETCH_ATTEMPTS = 3
 # Maven Central, without POMs: the lock names the dependencies, too.

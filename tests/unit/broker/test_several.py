@@ -141,6 +141,28 @@ async def test_a_topic_moves_while_a_member_joins(tmp_path: Path, monkeypatch: p
                 await consumer.poll(max_records=1, max_wait=0)
 
 
+async def test_a_broker_that_is_only_written_gets_the_records_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a topic of others is sought on the wrong cluster, or theirs gets topics and groups of ours."""
+    places = Places({"s": "default"}, {"t": "b"})
+    openings = {"b": partial(LogBroker.open, str(tmp_path / "b"))}
+    async with LogBroker.open(str(tmp_path / "own")) as own, open_several(own, openings, places) as broker:
+        other = await broker.brokers.named("b")
+        await other.admin.create_topic(TopicSpec("t", 2))
+
+        async def refuse(*_: object) -> list[str]:
+            raise AssertionError("nothing of ours is there")
+
+        monkeypatch.setattr(other.admin, "create_own_topics", refuse)
+        monkeypatch.setattr(other.admin, "members", refuse)
+        await broker.admin.create_own_topics()
+        assert await broker.admin.members("g") == []
+        assert (await broker.admin.topics())["t"] == 2
+        await broker.appender.append("t", 1, [Record(None, b"1", 0)], timeout=600)
+        assert (await other.reader.describe("t"))[1].end == 1
+
+
 class _Moving(Places):
     """In the middle of a move: readers on the default broker, writers on b, whose offsets are 100 higher."""
 

@@ -26,11 +26,12 @@ from services.core.event import (
     Origin,
     is_of_topic,
 )
-from services.core.existing_topics import MOMENT, NUMBER, Translation, existing_topics
+from services.core.existing_topics import MOMENT, NUMBER, Translation, existing_topics, target_homes
 from services.core.ledger.accumulator import _ORIGIN
 from services.core.ledger.report import MAX_NUMBER
 from services.core.pipe_references import find_broken_references
 from services.core.pipes import PipeFile, Stream
+from services.core.provision import find_absent
 from tests.support.existing_cases import NUMBERS, ONLY_HEADERS, PARSED_HERE, PAYLOADS, TIMES
 
 PAGE = Path(__file__).parents[3] / "docs/existing-topics.md"
@@ -338,6 +339,15 @@ def test_the_names_of_the_topics_of_others() -> None:
     found = existing_topics(file)
     assert found.names == {"invoices": "billing.invoices", target_name("erp.invoices"): "erp.invoices"}
     assert found.translate.keys() == {"billing.invoices"}
+    on_msk = {"sources": ["orders"], "destinations": [{"name": "d", "topic": {"name": "erp.invoices", "on": "msk"}}]}
+    file = PipeFile.model_validate(
+        {"brokers": {"msk": "kafka://h:1"}, "streams": {"orders": {}}, "pipes": {"q": on_msk}}
+    )
+    name = target_name("erp.invoices", "msk")
+    assert target_homes(file) == {name: "msk"}
+    assert existing_topics(file, "msk").names == {name: "erp.invoices"}
+    assert not existing_topics(file, "default")
+    assert find_absent({}, file) == {name: "erp.invoices on broker msk"}
     assert not existing_topics(PipeFile.model_validate({"streams": {"orders": {}}}))
 
 
@@ -376,17 +386,28 @@ def test_broken_references_to_topics_of_others() -> None:
     """Broken: a pipe writes to a topic that is only read, or into its own source for ever."""
     found = find_broken_references(
         {
-            "streams": {"a": {"topic": "t"}, "b": {"topic": "u"}, "b2": {"topic": "u"}, "c": {}},
+            "brokers": {"msk": "kafka://h:1"},
+            "streams": {
+                "a": {"topic": "t"},
+                "b": {"topic": "u"},
+                "b2": {"topic": "u"},
+                "c": {},
+                "m": {"topic": "t", "on": "msk"},
+            },
             "pipes": {
+                "other": {"sources": ["m"], "destinations": [{"name": "d", "topic": {"name": "t"}}]},
+                "same": {"sources": ["m"], "destinations": [{"name": "d", "topic": {"name": "t", "on": "msk"}}]},
                 "p": {"sources": ["c"], "destinations": [{"name": "d", "stream": "a"}]},
                 "q": {"sources": ["a"], "destinations": [{"name": "d", "topic": {"name": "t"}}]},
             },
         }
     )
-    texts = [text for _, text in found]
+    texts = [text for path, text in found if "same" not in path]
     assert texts[0].startswith("'u' is the topic of stream 'b' already")
     assert texts[1].startswith("'a' is the topic t of others, which is only read")
     assert "leads back to the pipe's own source: a loop" in texts[2]
+    assert [text for path, text in found if "same" in path] == ["'m' leads back to the pipe's own source: a loop"]
+    assert not [path for path, _ in found if "other" in path], "a topic of this name on another broker"
 
 
 @pytest.mark.parametrize(

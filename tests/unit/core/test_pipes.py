@@ -342,6 +342,33 @@ def test_a_stream_lives_on_a_named_broker(tmp_path: Path) -> None:
         ),
         ({"brokers": {"second": "log://relative"}}, "brokers.second", "must be absolute"),
         (
+            {"streams": {"orders": {"topic": "t", "on": "second"}}},
+            "streams.orders.on",
+            "an embedded log, which has no topics of others",
+        ),
+        (
+            {
+                "pipes": {
+                    "p": {"sources": ["orders"], "destinations": [{"name": "d", "topic": {"name": "t", "on": "x"}}]}
+                }
+            },
+            "pipes.p.destinations[d].topic.on",
+            "'x' is not among brokers: default, second",
+        ),
+        (
+            {
+                "brokers": {"second": "kinesis://eu-west-1"},
+                "pipes": {
+                    "p": {
+                        "sources": ["orders"],
+                        "destinations": [{"name": "d", "topic": {"name": "t", "on": "second"}}],
+                    }
+                },
+            },
+            "pipes.p.destinations[d].topic.on",
+            "Kinesis, which has no topics of others",
+        ),
+        (
             {
                 "pipes": {
                     "p": {

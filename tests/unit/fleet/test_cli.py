@@ -105,6 +105,17 @@ def test_up_names_default_and_variable_of_every_flag(shell: Shell) -> None:
     assert "Default: 127.0.0.1:8080." in text
 
 
+def test_the_lines_of_the_log_are_not_among_the_results(shell: Shell, tmp_path: Path) -> None:
+    """Broken: a program that reads the JSON of `penstock migrate` finds lines of the log in front of it."""
+    file = f"brokers: {{b: 'log://{tmp_path}/b'}}\nstreams: {{s: {{}}}}\n"
+    (tmp_path / "pipes.yaml").write_text(file)
+    own = ("--broker", f"log://{tmp_path}/own")
+    assert shell.run("apply", *own) == 0
+    assert shell.run("migrate", "s", "--to", "b", "--json", *own) == 0
+    assert json.loads(shell.out)["home"] == "b"
+    assert "stream_home" in shell.err
+
+
 def test_a_pipe_where_an_option_is_needed(shell: Shell) -> None:
     """Broken: who has just used `penstock loss show PIPE` tries the same here, and learns only that it is wrong."""
     assert shell.run("dead", "list", "orders") == 2

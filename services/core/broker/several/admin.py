@@ -40,7 +40,7 @@ class SeveralAdmin:
         await (await self._brokers.of(spec.name)).admin.create_topic(spec)
 
     async def create_own_topics(self) -> None:
-        for broker in (await self._brokers.used()).values():
+        for broker in (await self._brokers.with_streams()).values():
             await broker.admin.create_own_topics()
 
     async def delete_topic(self, topic: str) -> None:
@@ -70,7 +70,7 @@ class SeveralAdmin:
     async def members(self, group: str) -> list[str]:
         """Of each broker: a member that reads on two of them has two names."""
         found: list[str] = []
-        for broker in (await self._brokers.used()).values():
+        for broker in (await self._brokers.with_streams()).values():
             found += await broker.admin.members(group)
         return found
 
@@ -123,7 +123,9 @@ class SeveralAdmin:
         return list(missing)
 
     def _is_on(self, right: Right, name: str) -> bool:
-        return right.kind == "group" or right.name in _ON_EACH or self._brokers.places.of(right.name) == name
+        if right.kind == "group" or right.name in _ON_EACH:
+            return name in self._brokers.places.with_streams()
+        return self._brokers.places.of(right.name) == name
 
     async def describe(self, topic: str) -> dict[int, PartitionRange]:
         broker, shift = await self._home(topic)

@@ -25,25 +25,30 @@ class Grant(NamedTuple):
 
 
 class Places:
-    """Which broker each stream lives on: `streams`, by name. All other topics are on the default broker.
+    """Which broker each stream lives on: `streams`, by name. targets: the same of the topics of others that are written, by their
+    names in the fleet. All other topics are on the default broker.
 
-    Here they stay where they are. `services.core.homes` moves them.
+    Here streams stay where they are. `services.core.homes` moves them.
     """
 
-    def __init__(self, streams: Mapping[str, str]) -> None:
-        self._streams = streams
+    def __init__(self, streams: Mapping[str, str], targets: Mapping[str, str] | None = None) -> None:
+        self._streams, self._targets = streams, dict(targets or {})
 
     def of(self, topic: str) -> str:
         """The name of the broker that the topic lives on."""
-        return self._streams.get(topic, DEFAULT)
+        return self._streams.get(topic) or self._targets.get(topic, DEFAULT)
 
     def written_to(self, topic: str) -> str:
         """The name of the broker that new records of the topic go to: in the middle of a move another one."""
         return self.of(topic)
 
-    def used(self) -> set[str]:
-        """The names of the brokers that have topics of the fleet."""
+    def with_streams(self) -> set[str]:
+        """The names of the brokers that have topics of the fleet. Groups are only there."""
         return {DEFAULT, *self._streams.values()}
+
+    def used(self) -> set[str]:
+        """These, and the names of the brokers that have topics of others which are written."""
+        return self.with_streams() | set(self._targets.values())
 
     def base(self, name: str, topic: str, partition: int) -> int:
         """What is added to the offsets of this partition on that broker."""
@@ -136,8 +141,14 @@ class Brokers:
         return opened
 
     async def used(self) -> dict[str, Broker]:
-        """Those that have topics of the fleet, by name. Raises BrokerError kinds when one cannot be opened."""
-        there = self.places.used()
+        """Those of `Places.used`, by name. Raises BrokerError kinds when one cannot be opened."""
+        return await self._all(self.places.used())
+
+    async def with_streams(self) -> dict[str, Broker]:
+        """Those of `Places.with_streams`, as `used`."""
+        return await self._all(self.places.with_streams())
+
+    async def _all(self, there: Collection[str]) -> dict[str, Broker]:
         return {name: await self.named(name) for name in self.names if name in there}
 
     def opened(self) -> Iterable[Broker]:
