@@ -180,7 +180,10 @@ class Consumer(Protocol):
         """The partitions that this member owns now."""
 
     async def lag(self) -> dict[TopicPartition, Lag]:
-        """Lag of each owned partition, counted from the committed offset (from the start position without one)."""
+        """Lag of each owned partition, counted from the committed offset (from the start position without one).
+
+        Where a topic may move to another broker, `lag` and `poll` raise HomeChanged when it does.
+        """
 
 
 class Reader(Protocol):

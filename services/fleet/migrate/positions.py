@@ -63,8 +63,7 @@ class GroupPositions:
                 raise CommandFailed(
                     f"members of {', '.join(still)} still read {self._stream} on {home.readers} after {LEAVE_S:.0f} s. "
                     f"Until they have left, no event of {self._stream} is delivered",
-                    "a restart of each expel that has another version, a pipe file without `brokers`, or a destination without "
-                    "room because its receiver does not answer; then the same command",
+                    "a restart of each expel that has another version or a pipe file without `brokers`; then the same command",
                 )
             await asyncio.sleep(_AGAIN_S)
 
