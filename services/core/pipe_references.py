@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from services.core.broker.connect import is_kinesis
 from services.core.broker.several.brokers import DEFAULT
 from services.core.yaml_source import KeyPath
 
@@ -123,7 +124,7 @@ def _check_brokers(brokers: Mapping[str, object], streams: Mapping[str, object])
         home = _mapping(stream).get("on")
         if isinstance(home, str) and home != DEFAULT and home not in brokers:
             yield ("streams", name, "on"), f"{home!r} is not among brokers: {known}"
-        elif str(brokers.get(str(home))).startswith("kinesis:") and _mapping(stream).get("compact") is True:
+        elif is_kinesis(str(brokers.get(str(home)))) and _mapping(stream).get("compact") is True:
             text = f"{home} is Kinesis, which keeps no event for more than a year. Try: Kafka or the embedded log"
             yield ("streams", name, "compact"), text
 
