@@ -53,16 +53,18 @@ def open_with_homes(url: str, pipes: PipeFile) -> AbstractAsyncContextManager[Br
         openings[name] = opening
     streams = {name: stream.home for name, stream in pipes.streams.items()}
     noncontiguous = [name for name, address in pipes.brokers.items() if is_kinesis(address)]
-    return _open(open_broker(url, existing_topics(pipes, DEFAULT)), openings, streams, noncontiguous)
+    return open_over(open_broker(url, existing_topics(pipes, DEFAULT)), openings, streams, noncontiguous)
 
 
 @asynccontextmanager
-async def _open(
+async def open_over(
     opening: AbstractAsyncContextManager[Broker],
     openings: Mapping[str, Opening],
     streams: Mapping[str, str],
     noncontiguous: Collection[str],
 ) -> AsyncIterator[Broker]:
+    """opening: of the fleet's own broker. The others: as in `open_several`. streams: where each lives by the pipe file. Raises as
+    `open_fleet_broker`."""
     async with opening as own:
         homes = Homes(streams, own)
         try:

@@ -72,6 +72,6 @@ class FormerTopic:
         names = (home.readers, home.writers)
         live = {await incarnation_of(await self._fleet.brokers.named(name), self._stream) for name in names}
         await self._require(home)
-        if incarnation and incarnation not in live and await incarnation_of(broker, self._stream) == incarnation:
-            with suppress(UnknownTopic):
-                await broker.admin.delete_topic(self._stream)
+        if incarnation and incarnation not in live:
+            with suppress(UnknownTopic):  # or a later topic, which somebody has made while this command was frozen
+                await broker.admin.delete_topic(self._stream, incarnation)
