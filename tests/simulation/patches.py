@@ -725,8 +725,26 @@ MIGRATIONS = (
     Patch(
         "deleted-by-name",
         "a command that was frozen deletes the live topic, which has the name of the former one",
-        (Change(_FORMER, "delete_topic(self._stream, incarnation)", "delete_topic(self._stream)"),),
+        (
+            Change(
+                _FORMER,
+                "        if incarnation and incarnation not in live:\n",
+                "        if incarnation and await incarnation_of(broker, self._stream) == incarnation not in live:\n",
+            ),
+            Change(_FORMER, "delete_topic(self._stream, incarnation)", "delete_topic(self._stream)"),
+        ),
         quick=True,
+    ),
+    Patch(
+        "append-after-hand-over",
+        "a writer acknowledges an append that ended after its stream was handed over",
+        (
+            Change(
+                _HOMES,
+                "        while ended > (until := self._granted_until(topic, grant.epoch)):",
+                "        while (until := ended) > ended:",
+            ),
+        ),
     ),
 )
 
