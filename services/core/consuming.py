@@ -21,7 +21,7 @@ import structlog
 from services.core import metrics
 from services.core.backoff import Backoff
 from services.core.broker.contract import Broker, Consumer, Lag, Start
-from services.core.broker.errors import BrokerError, DataDamaged, NotOwner, OffsetOutOfRange
+from services.core.broker.errors import BrokerError, DataDamaged, HomeChanged, NotOwner, OffsetOutOfRange
 from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.record import Batch, Damage, TopicPartition
 from services.core.lifecycle import wait_for_stop
@@ -350,15 +350,27 @@ class Membership:
                 self._is_committing = False
 
     async def _keep_measuring(self, consumer: Consumer) -> NoReturn:
+        """A member without room does not poll. So this notices for it that a topic moves to another broker."""
         while True:
             try:
-                await self._processor.ledger.measure_ends()
-                lags = await consumer.lag()
-                self._show_lags(lags)
-                await self._processor.ledger.set_lags(lags)
+                await self._measure(consumer)
+            except HomeChanged:
+                raise
             except BrokerError as error:
                 log.debug("lag_unknown", group=self._group, error=str(error))
             await asyncio.sleep(_LAG_INTERVAL_S)
+
+    async def _measure(self, consumer: Consumer) -> None:
+        ledger, failed = self._processor.ledger, None
+        try:
+            await ledger.measure_ends()
+        except BrokerError as error:  # of another topic: it must not hide that this member's topics move
+            failed = error
+        lags = await consumer.lag()
+        self._show_lags(lags)
+        if failed is not None:
+            raise failed
+        await ledger.set_lags(lags)
 
     def _show_lags(self, lags: Mapping[TopicPartition, Lag]) -> None:
         for source, lag in lags.items():

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
-from services.core.broker.connect import BadBrokerUrl, open_broker
+from services.core.broker.connect import BadBrokerUrl, is_kinesis, open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import NotAllowed, UnsafeTopic
 from services.core.broker.several.broker import open_several
@@ -27,7 +27,7 @@ def open_fleet_broker(url: str, pipes: PipeFile | None) -> AbstractAsyncContextM
     """
     if pipes is None:
         return open_broker(url)
-    if url.startswith("kinesis:") and not pipes.brokers:  # nothing is ever moved there
+    if is_kinesis(url) and not pipes.brokers:  # nothing is ever moved there
         return open_own_broker(url, pipes)
     return open_with_homes(url, pipes)
 
@@ -40,7 +40,7 @@ def open_own_broker(url: str, pipes: PipeFile) -> AbstractAsyncContextManager[Br
 
 def open_with_homes(url: str, pipes: PipeFile) -> AbstractAsyncContextManager[Broker]:
     """As `open_fleet_broker`. It is a `SeveralBrokers` when the pipe file names brokers."""
-    if url.startswith("kinesis:"):
+    if is_kinesis(url):
         raise BadBrokerUrl(
             "the pipe file names further brokers, and the fleet's own is Kinesis: a shard may be read five times a second, by "
             "all processes together, so they cannot follow where streams live. Try: a pipe file without `brokers`, or a Kafka "
@@ -52,18 +52,20 @@ def open_with_homes(url: str, pipes: PipeFile) -> AbstractAsyncContextManager[Br
         opening()  # raises BadBrokerUrl
         openings[name] = opening
     streams = {name: stream.home for name, stream in pipes.streams.items()}
-    sparse = [name for name, address in pipes.brokers.items() if address.startswith("kinesis:")]
-    return _open(open_broker(url, existing_topics(pipes, DEFAULT)), openings, streams, target_homes(pipes), sparse)
+    noncontiguous = [name for name, address in pipes.brokers.items() if is_kinesis(address)]
+    return open_over(open_broker(url, existing_topics(pipes, DEFAULT)), openings, streams, target_homes(pipes), noncontiguous)
 
 
 @asynccontextmanager
-async def _open(
+async def open_over(
     opening: AbstractAsyncContextManager[Broker],
     openings: Mapping[str, Opening],
     streams: Mapping[str, str],
     targets: Mapping[str, str],
-    sparse: Collection[str],
+    noncontiguous: Collection[str],
 ) -> AsyncIterator[Broker]:
+    """opening: of the fleet's own broker. The others: as in `open_several`. streams,
+    targets: as in `Homes`. Raises as `open_fleet_broker`."""
     async with opening as own:
         homes = Homes(streams, own, targets)
         try:
@@ -78,7 +80,7 @@ async def _open(
             return
         following = asyncio.create_task(homes.follow(), name="homes")
         try:
-            async with open_several(own, openings, homes, sparse) as broker:
+            async with open_several(own, openings, homes, noncontiguous) as broker:
                 yield broker
         finally:
             following.cancel()

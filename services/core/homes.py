@@ -58,27 +58,31 @@ _APPEND_S = 2.0
 State = Literal["copying", "held", "released", "written", "moved", "undone", "finished"]
 
 
-class Move(msgspec.Struct, frozen=True):
-    """One record. to: the other broker. of: the offset of the record before it, -1 for the first. In `copying`: home, the broker
-    that it moves from; bases, as in the module, of the other one; copy, the incarnation of the topic there; starts, where the
-    stream began, if the copy has other offsets. In `held`: hold, for how many seconds. In `written`: ends, of the stream; and, if
-    the copy has other offsets, its bases, there, where it ends by its own, and marks, pairs of an offset of the stream and the
-    one of the copy where the same records begin. at: ms since the epoch. version: of this format.
+class MigrationStep(msgspec.Struct, frozen=True):
+    """One record. Each state has fields of its own:
+
+    - all: to, the other broker. of: the offset of the record before it, -1 for the first. by: the user. at: ms since the epoch.
+      version: of this format.
+    - `copying`: home, the broker that the stream moves from. copy, the incarnation of the topic on the other one. bases of that
+      topic, if it has the offsets of the stream; if not, starts: where the stream began.
+    - `held`: hold, for how many seconds.
+    - `written`: ends of the stream. If the copy has other offsets: its bases; copy_ends, by its own offsets; and pairs of an
+      offset of the stream and the one of the copy from which on the same records follow, ascending.
     """
 
     state: State
-    to: str
-    of: int
-    by: str
-    at: int
+    to: str = ""
+    of: int = -1
+    by: str = ""
+    at: int = 0
     home: str = ""
-    bases: dict[int, int] = {}
-    ends: dict[int, int] = {}
+    bases: Mapping[int, int] = {}
+    ends: Mapping[int, int] = {}
     copy: str = ""
-    starts: dict[int, int] = {}
+    starts: Mapping[int, int] = {}
     hold: float = 0.0
-    there: dict[int, int] = {}
-    marks: dict[int, list[tuple[int, int]]] = {}
+    copy_ends: Mapping[int, int] = msgspec.field(name="there", default_factory=dict)
+    pairs: Mapping[int, Sequence[tuple[int, int]]] = msgspec.field(name="marks", default_factory=dict)
     version: int = _VERSION
 
 
@@ -108,35 +112,35 @@ class Home(msgspec.Struct, frozen=True):
     undone: str = ""
     starts: Mapping[int, int] = {}
     """Where the stream began when it was copied to other offsets."""
-    there: Mapping[int, int] = {}
+    copy_ends: Mapping[int, int] = {}
     """The end of such a copy, by the offsets of its broker."""
-    marks: Mapping[int, Sequence[tuple[int, int]]] = {}
+    pairs: Mapping[int, Sequence[tuple[int, int]]] = {}
     """Pairs in such a copy, ascending."""
     hold: float = 0.0
 
-    def after(self, offset: int, move: Move) -> "Home | None":
+    def after(self, offset: int, step: MigrationStep) -> "Home | None":
         """The home when this record counts; None when it is void."""
-        if move.of != self.epoch:
+        if step.of != self.epoch:
             return None
         new = msgspec.structs.replace(self, epoch=offset)
-        match (self.state, move.state):
-            case (None, "copying") if self.epoch < 0 and move.home:  # whatever the pipe file says now
-                new = Home(move.home, move.home, offset, bases={move.to: move.bases})
-                return msgspec.structs.replace(new, state="copying", to=move.to, copy=move.copy, starts=move.starts)
-            case (None, "copying") if move.to != self.readers and self.former in ("", move.to):
-                bases = dict(self.bases) | {move.to: move.bases}
-                new = msgspec.structs.replace(new, state="copying", to=move.to, bases=bases, copy=move.copy)
+        match (self.state, step.state):
+            case (None, "copying") if self.epoch < 0 and step.home:  # whatever the pipe file says now
+                new = Home(step.home, step.home, offset, bases={step.to: step.bases})
+                return msgspec.structs.replace(new, state="copying", to=step.to, copy=step.copy, starts=step.starts)
+            case (None, "copying") if step.to != self.readers and self.former in ("", step.to):
+                bases = dict(self.bases) | {step.to: step.bases}
+                new = msgspec.structs.replace(new, state="copying", to=step.to, bases=bases, copy=step.copy)
                 # A former topic there, or the copy of a migration that was given up, was deleted before this record.
-                new = msgspec.structs.replace(new, starts=move.starts, there={}, marks={})
+                new = msgspec.structs.replace(new, starts=step.starts, copy_ends={}, pairs={})
                 return msgspec.structs.replace(new, former="", ends={}, undone="")
             case ("copying", "held"):
-                return msgspec.structs.replace(new, state="held", hold=move.hold)
+                return msgspec.structs.replace(new, state="held", hold=step.hold)
             case ("held", "released"):
                 return msgspec.structs.replace(new, state="copying")
             case ("held", "written"):
-                bases = dict(self.bases) | ({self.to: move.bases} if move.there else {})
-                new = msgspec.structs.replace(new, state="written", writers=self.to, ends=move.ends)
-                return msgspec.structs.replace(new, bases=bases, there=move.there, marks=move.marks)
+                bases = dict(self.bases) | ({self.to: step.bases} if step.copy_ends else {})
+                new = msgspec.structs.replace(new, state="written", writers=self.to, ends=step.ends)
+                return msgspec.structs.replace(new, bases=bases, copy_ends=step.copy_ends, pairs=step.pairs)
             case ("written", "moved"):
                 return msgspec.structs.replace(new, state=None, readers=self.to, to="", former=self.readers)
             case ("copying", "undone"):
@@ -232,23 +236,23 @@ class Homes(Places):
         if not key.startswith(_KEY) or stream not in self._homes:
             return
         try:
-            move = msgspec.json.decode(record.value or b"", type=Move)
+            step = msgspec.json.decode(record.value or b"", type=MigrationStep)
         except msgspec.DecodeError as error:
             log.warning("control_record_unreadable", topic=CONTROL, offset=offset, error=str(error))
             return
-        if move.version > _VERSION:
-            text = newer_format(f"the record {CONTROL}:0:{offset}", move.version, _VERSION)
+        if step.version > _VERSION:
+            text = newer_format(f"the record {CONTROL}:0:{offset}", step.version, _VERSION)
             log.error("control_record_newer", topic=CONTROL, offset=offset, error=text)
             return
         home = self._homes[stream]
-        if (new := home.after(offset, move)) is None:
+        if (new := home.after(offset, step)) is None:
             return
         self._ended[stream, home.epoch] = self._known_until
         self._homes[stream] = new
         if new.state == "held":
             self._held_since[stream] = _now()
         if self._known_until > 0:  # not what was before this process began
-            metrics.BROKER_HOME_CHANGES.labels(stream, move.state).inc()
+            metrics.BROKER_HOME_CHANGES.labels(stream, step.state).inc()
             log.info(
                 "stream_home", stream=stream, state=new.state or "settled", readers=new.readers, writers=new.writers
             )
@@ -263,7 +267,7 @@ class Homes(Places):
                 return Grant(home.writers, home.epoch)
             if home.state == "held" and _now() > self._held_since[topic] + (home.hold or HOLD_S):
                 try:
-                    await self.record(topic, "released", by="a writer")
+                    await self.record(topic, MigrationStep("released", by="a writer"))
                 except BrokerError as error:
                     raise Unavailable(f"{topic} is held for a migration, and that cannot be ended: {error}") from error
                 continue
@@ -308,34 +312,18 @@ class Homes(Places):
             why = f"it is moved to {home.to}" if home.state == "held" else f"{CONTROL} cannot be read"
             raise Unavailable(f"{topic}: nothing is stored now: {why}") from None
 
-    async def record(
-        self,
-        stream: str,
-        state: State,
-        *,
-        by: str,
-        home: Home | None = None,
-        to: str = "",
-        bases: Mapping[int, int] | None = None,
-        ends: Mapping[int, int] | None = None,
-        copy: str = "",
-        starts: Mapping[int, int] | None = None,
-        hold: float = 0.0,
-        there: Mapping[int, int] | None = None,
-        marks: Mapping[int, Sequence[tuple[int, int]]] | None = None,
-    ) -> bool:
+    async def record(self, stream: str, step: MigrationStep, home: Home | None = None) -> bool:
         """Write the next step durably, and read it. Gives whether it counts. Raises BrokerError kinds.
 
-        home: the one that the step continues; absent: the newest that is known. A long step gives the home with
-        which it began. If somebody else has taken a step since, this step is void.
+        step: without `of`, `at` and `home`, and without `to` where it stays the same. home: the one that the step continues;
+        absent: the newest that is known. A long step gives the home with which it began. If somebody else has taken a step
+        since, this step is void.
         """
         home = self._homes[stream] if home is None else home
+        left = home.readers if step.state == "copying" else ""
         now = time.time_ns() // 1_000_000
-        left = home.readers if state == "copying" else ""
-        move = Move(state, to or home.to, home.epoch, by, now, left, dict(bases or {}), dict(ends or {}), copy)
-        pairs = {partition: list(some) for partition, some in (marks or {}).items()}
-        move = msgspec.structs.replace(move, starts=dict(starts or {}), hold=hold, there=dict(there or {}), marks=pairs)
-        record = Record(f"{_KEY}{stream}".encode(), msgspec.json.encode(move), move.at)
+        step = msgspec.structs.replace(step, to=step.to or home.to, of=home.epoch, at=now, home=left)
+        record = Record(f"{_KEY}{stream}".encode(), msgspec.json.encode(step), now)
         stored = await self._broker.appender.append(CONTROL, 0, [record], timeout=_APPEND_S)
         for _, error in stored.failed:
             raise error

@@ -60,6 +60,30 @@ async def test_create_describe_delete(harness: Harness) -> None:
             await broker.reader.describe(name)
 
 
+async def test_a_topic_that_was_created_again_is_not_deleted_for_the_former_one(harness: Harness) -> None:
+    """If it fails, a command that was frozen before it deletes a former topic deletes the stream that has the name by now."""
+    async with harness.open() as broker:
+        name = harness.fresh_name("topic")
+        await broker.admin.create_topic(TopicSpec(name, partitions=1))
+        former = await broker.admin.incarnation(name)
+        await broker.admin.delete_topic(name, former)
+
+        async def created_again() -> bool:
+            if name in await broker.admin.topics():
+                return False
+            await broker.admin.create_topic(TopicSpec(name, partitions=1))
+            return True
+
+        await until_async(created_again, "the name is free again")
+        await append(broker, name, [record(77)])
+        with pytest.raises(UnknownTopic):
+            await broker.admin.delete_topic(name, former)
+        assert (await broker.reader.describe(name))[0].end > 0
+        await broker.admin.delete_topic(name, await broker.admin.incarnation(name))
+        with pytest.raises(UnknownTopic):
+            await broker.reader.describe(name)
+
+
 @pytest.mark.parametrize("start", ["earliest", "latest"])
 async def test_deleting_forgets_the_groups_offsets(harness: Harness, start: Start) -> None:
     """If it fails, a topic created again starts in the middle, or at its end for `latest`: its first events are skipped."""

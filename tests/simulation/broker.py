@@ -148,7 +148,7 @@ class ModelAdmin:
     async def create_own_topics(self) -> None:
         """As in the contract: there are none."""
 
-    async def delete_topic(self, topic: str) -> None:
+    async def delete_topic(self, topic: str, incarnation: str | None = None) -> None:
         """As in the contract."""
         await self._cluster.call(lambda: self._store.delete(topic), topic)
 

@@ -14,7 +14,8 @@ from tests.simulation import choice, clock
 from tests.simulation.fleet import forget_metrics, replace_seams, show_logs
 from tests.simulation.history import run_seed
 from tests.simulation.machine import keep_no_tasks
-from tests.simulation.patches import PATCHES
+from tests.simulation.migrations import run_migration
+from tests.simulation.patches import OF_MIGRATIONS, PATCHES
 from tests.simulation.readers import history as readers
 from tests.simulation.readers.kafka_server import replace_connections
 from tests.simulation.readers.log_world import replace_threads
@@ -30,12 +31,13 @@ PROVE_WITHIN = 20_000
 """Seeds in which the fault of each mend must be found."""
 
 
-def run(seed: int, *, shown: bool = False) -> Verdict:
+def run(seed: int, *, shown: bool = False, of_migrations: bool = False) -> Verdict:
     """One history."""
     forget_metrics()
     if shown:
         show_logs(print)
-    return (readers.run_readers if _is_of_readers(seed) else run_seed)(seed, print if shown else None)
+    kind = run_migration if of_migrations else readers.run_readers if _is_of_readers(seed) else run_seed
+    return kind(seed, print if shown else None)
 
 
 def _is_of_readers(seed: int) -> bool:
@@ -55,6 +57,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=0, help="how many; 0: without end")
     parser.add_argument("--start-at", type=int, help="the seed to begin with; those before it come last")
     parser.add_argument("--cpu-seconds", type=float, help="begin no history after so many seconds of CPU")
+    parser.add_argument("--migrations", action="store_true", help="histories of a stream that moves between brokers")
     parser.add_argument(
         "--tell", action="store_true", help="say also what came of histories in which nothing went wrong"
     )
@@ -76,16 +79,16 @@ def main() -> int:
     keep_no_tasks()
     sys.unraisablehook = lambda _unraisable: None  # what a killed process had open is thrown away, `finally` and all
     if given.seed is not None:
-        return _report(run(given.seed, shown=True))
+        return _report(run(given.seed, shown=True, of_migrations=given.migrations))
     failed, begun = 0, clock.real_seconds()
     gc.freeze()
     needs = next((patch.needs for patch in PATCHES if patch.name == given.without), frozenset[str]())
     budget = CpuBudget(given.cpu_seconds or inf)
     count = 0
     for count, seed in enumerate(_seeds(given.first, given.seeds, given.start_at), 1):
-        if not _words(seed) >= needs:
+        if not given.migrations and not _words(seed) >= needs:
             continue
-        verdict = run(seed)
+        verdict = run(seed, of_migrations=given.migrations)
         failed += _report(verdict) if verdict.complaints or given.tell else 0
         if failed >= (1 if given.first_failure else MAX_FAILED):
             break
@@ -132,11 +135,12 @@ def find_fault(name: str, first: int, count: int) -> tuple[int | None, str]:
 
     Raises RuntimeError when that seed breaks a promise with the mend, too: then it proves nothing, and is a fault to be mended.
     """
-    ran = _simulate("--without", name, "--first-failure", "--first", str(first), "--seeds", str(count))
+    kind = ["--migrations"] if name in OF_MIGRATIONS else []
+    ran = _simulate("--without", name, "--first-failure", "--first", str(first), "--seeds", str(count), *kind)
     lines = ran.stdout.splitlines()
     for number, line in enumerate(lines):
         if found := re.match(r"seed (\d+): ", line):
-            if _simulate("--first", found[1], "--seeds", "1").returncode:
+            if _simulate("--first", found[1], "--seeds", "1", *kind).returncode:
                 raise RuntimeError(f"{name}: seed {found[1]} breaks a promise with the mend, too")
             return int(found[1]), lines[number + 1].strip()
     if ran.returncode:

@@ -105,6 +105,7 @@ class ModelConsumer:
                     await self._on_revoke(mine)
         for source in mine:
             self.owned.pop(source, None)
+        self._paused -= mine  # also what was paused while it was drained
         if not lost:
             await self._tell(lambda: self._cluster.coordinator.release(self.group, self.number, epochs))
         if not is_member:

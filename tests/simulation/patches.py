@@ -65,7 +65,7 @@ _BY_NAME = (
 _ONE_NODE = Change("services/core/broker/kafka/cluster.py", "_ASKED = 3\n", "_ASKED = 1\n")
 """Decisions believe one node, whichever it is."""
 
-PATCHES = (
+FLEET_AND_READERS = (
     Patch(
         "doubt-forgotten",
         "a put whose answer was lost, then refused for good, is answered as not stored",
@@ -690,6 +690,67 @@ PATCHES = (
         needs=frozenset({"readers", "log", "p.late", "away: lose_rows"}),
     ),
 )
+
+_STEPS, _HOMES, _FORMER = (
+    "services/fleet/migrate/steps.py",
+    "services/core/homes.py",
+    "services/fleet/migrate/former.py",
+)
+
+MIGRATIONS = (
+    Patch(
+        "step-of-another",
+        "a step of a slow command counts after others have gone on: acknowledged events are no part of the copy",
+        (
+            Change(
+                _STEPS,
+                "MigrationStep(state, by=self._by, **content), home)",
+                "MigrationStep(state, by=self._by, **content))",
+            ),
+        ),
+        quick=True,
+    ),
+    Patch(
+        "lease-not-awaited",
+        "a stream is handed over while writers still write on its former broker",
+        (
+            Change(
+                _STEPS,
+                "            await asyncio.sleep(timing.LEASE_S + _MARGIN_S)\n            self._show",
+                "            self._show",
+            ),
+        ),
+        quick=True,
+    ),
+    Patch(
+        "deleted-by-name",
+        "a command that was frozen deletes the live topic, which has the name of the former one",
+        (
+            Change(
+                _FORMER,
+                "        if incarnation and incarnation not in live:\n",
+                "        if incarnation and await incarnation_of(broker, self._stream) == incarnation not in live:\n",
+            ),
+            Change(_FORMER, "delete_topic(self._stream, incarnation)", "delete_topic(self._stream)"),
+        ),
+        quick=True,
+    ),
+    Patch(
+        "append-after-hand-over",
+        "a writer acknowledges an append that ended after its stream was handed over",
+        (
+            Change(
+                _HOMES,
+                "        while ended > (until := self._granted_until(topic, grant.epoch)):",
+                "        while (until := ended) > ended:",
+            ),
+        ),
+    ),
+)
+
+OF_MIGRATIONS = frozenset(patch.name for patch in MIGRATIONS)
+"""Their faults are found by histories of streams that move."""
+PATCHES = (*FLEET_AND_READERS, *MIGRATIONS)
 
 
 class _Loader(SourceFileLoader):

@@ -181,6 +181,11 @@ def parse_kinesis_url(url: str) -> KinesisAddress:
     )
 
 
+def is_kinesis(url: str) -> bool:
+    """Whether the URL of a broker names Kinesis. It may be unusable for another reason."""
+    return url.startswith("kinesis:")
+
+
 def prefix_of(url: str) -> str:
     """The prefix in the URL of a broker; "" without one, and for a URL that cannot be understood."""
     try:

@@ -180,7 +180,10 @@ class Consumer(Protocol):
         """The partitions that this member owns now."""
 
     async def lag(self) -> dict[TopicPartition, Lag]:
-        """Lag of each owned partition, counted from the committed offset (from the start position without one)."""
+        """Lag of each owned partition, counted from the committed offset (from the start position without one).
+
+        Where a topic may move to another broker, `lag` and `poll` raise HomeChanged when it does.
+        """
 
 
 class Reader(Protocol):
@@ -223,8 +226,12 @@ class Admin(Protocol):
     async def create_own_topics(self) -> None:
         """Create the internal topics of the backend that are missing. So services need no right to create topics."""
 
-    async def delete_topic(self, topic: str) -> None:
-        """Delete the topic with its records and the groups' offsets in it. Raises UnknownTopic."""
+    async def delete_topic(self, topic: str, incarnation: str | None = None) -> None:
+        """Delete the topic with its records and the groups' offsets in it. Raises UnknownTopic.
+
+        incarnation: the only one that may be deleted. If another topic has the name by now, raises UnknownTopic. The log and
+        Kafka compare and delete in one step. Kinesis has no such request: it is compared at most two seconds before.
+        """
 
     async def topics(self) -> dict[str, int]:
         """The partition count by topic name, without the backend's internal topics."""

@@ -50,7 +50,7 @@ class FormerTopic:
                 end = max(held.end, fences.get(partition, 0))
                 base = self._homes.base(home.former, self._stream, partition)
                 # A shard that was made since the hand-over has only late events.
-                new = held.start if home.former in self._fleet.brokers.sparse else end
+                new = held.start if home.former in self._fleet.brokers.noncontiguous else end
                 beginning = home.ends.get(partition, new + base) - base
                 offset = max(held.start, self._stored.get((incarnation, partition), beginning))
                 while offset < end:
@@ -58,7 +58,7 @@ class FormerTopic:
                     batch = await former.reader.read(self._stream, partition, offset, max_records=_PAGE)
                     if batch is None:
                         name = f"{self._stream}[{partition}] on {home.former}"
-                        require_fresh(fenced, name, is_dense=former.features.contiguous_offsets)
+                        require_fresh(fenced, name, is_contiguous=former.features.contiguous_offsets)
                         break
                     if partition in home.ends:
                         (await producer.send_to(self._stream, {partition: batch.records})).raise_first()
@@ -72,6 +72,6 @@ class FormerTopic:
         names = (home.readers, home.writers)
         live = {await incarnation_of(await self._fleet.brokers.named(name), self._stream) for name in names}
         await self._require(home)
-        if incarnation and incarnation not in live and await incarnation_of(broker, self._stream) == incarnation:
-            with suppress(UnknownTopic):
-                await broker.admin.delete_topic(self._stream)
+        if incarnation and incarnation not in live:
+            with suppress(UnknownTopic):  # or a later topic, which somebody has made while this command was frozen
+                await broker.admin.delete_topic(self._stream, incarnation)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from services.core.broker.connect import is_kinesis
 from services.core.broker.several.brokers import DEFAULT
 from services.core.pipes import PipeFile, load_pipes
 from services.fleet.problem import CommandFailed, unknown_name
@@ -26,7 +27,7 @@ def check_movable(pipes: PipeFile, stream: str, to: str | None, url: str) -> Non
     None when the command only shows or ends a move. Then the kind of the stream does not matter."""
     if stream not in pipes.streams:
         raise unknown_name(f"the pipe file has no stream {stream}", stream, pipes.streams)
-    if url.startswith("kinesis:"):
+    if is_kinesis(url):
         raise CommandFailed(
             "the fleet's own broker is Kinesis: its processes cannot follow a move quickly enough there",
             "a pipe of another fleet, which reads the stream and sends its events to ingest there",
@@ -41,7 +42,7 @@ def check_movable(pipes: PipeFile, stream: str, to: str | None, url: str) -> Non
     names = [DEFAULT, *pipes.brokers]
     if to not in names:
         raise unknown_name(f"the pipe file has no broker {to}", to, names)
-    if pipes.brokers.get(to, "").startswith("kinesis:") and pipes.streams[stream].retention > _KINESIS_KEEPS_S:
+    if is_kinesis(pipes.brokers.get(to, "")) and pipes.streams[stream].retention > _KINESIS_KEEPS_S:
         raise CommandFailed(
             f"Kinesis keeps no event for longer than a year, and {stream} keeps them for longer",
             f"{stream}: {{retention: 365d}} in the pipe file, and penstock up",

@@ -10,14 +10,14 @@ from services.core.broker.errors import Unavailable
 from services.core.homes import Home, base_of
 from services.core.pipes import PipeFile
 from services.core.topic_names import delivery_group, lanes_of, removed_lanes
-from services.fleet.migrate.copying import in_turns
+from services.fleet.migrate.copying import gather_few
 from services.fleet.problem import CommandFailed
 
 LEAVE_S = 120.0
 _AGAIN_S = 0.2
 
-Place = Callable[[int, int], Awaitable[int]]
-"""The offset of the copy, by those of its broker, for a partition and an offset of the stream."""
+TranslateOffset = Callable[[int, int], Awaitable[int]]
+"""Gives the offset of the copy, by those of its broker, for a partition and an offset of the stream."""
 
 _HOW = "as in 'When a partition stops' in docs/operating.md, then the same command"
 
@@ -63,16 +63,15 @@ class GroupPositions:
                 raise CommandFailed(
                     f"members of {', '.join(still)} still read {self._stream} on {home.readers} after {LEAVE_S:.0f} s. "
                     f"Until they have left, no event of {self._stream} is delivered",
-                    "a restart of each expel that has another version, a pipe file without `brokers`, or a destination without "
-                    "room because its receiver does not answer; then the same command",
+                    "a restart of each expel that has another version or a pipe file without `brokers`; then the same command",
                 )
             await asyncio.sleep(_AGAIN_S)
 
-    async def move(self, home: Home, place: Place, require: Callable[[], Awaitable[None]]) -> int:
-        """Set each group to its position in the copy. place: see there. require: raises when somebody else has completed the
-        move: a place may take hours to find, and groups may read there already. Gives the number of groups. Raises Unavailable
-        while a group has members that read other streams on the new broker. Raises it also while members of a destination that
-        was added to the file after `wait_until_left` read on the former one."""
+    async def move(self, home: Home, translate: TranslateOffset, require: Callable[[], Awaitable[None]]) -> int:
+        """Set each group to its position in the copy. translate: as in `TranslateOffset`. require: raises when somebody else has
+        completed the move: an offset may take hours to find, and groups may read there already. Gives the number of groups.
+        Raises Unavailable while a group has members that read other streams on the new broker. Raises it also while members of a
+        destination that was added to the file after `wait_until_left` read on the former one."""
         await self._load_groups()
         source, target = await self._named(home.readers), await self._named(home.to)
         if still := await self._with_members(source):
@@ -80,9 +79,9 @@ class GroupPositions:
         moved = await self._find(home)
         for group, positions in moved.items():
             # Nothing of the stream is delivered until all are found.
-            places = await in_turns([partial(place, one, at) for one, at in positions.items()])
+            offsets = await gather_few([partial(translate, one, at) for one, at in positions.items()])
             await require()
-            processed = {one: at - 1 for one, at in zip(positions, places, strict=True)}
+            processed = {one: at - 1 for one, at in zip(positions, offsets, strict=True)}
             await target.admin.set_committed(group, self._stream, processed)
         return len(moved)
 
@@ -95,7 +94,7 @@ class GroupPositions:
         source = await self._named(home.readers)
         admin, here = source.admin, home.bases.get(home.readers, {})
         ends = home.ends if home.state == "written" else {}
-        is_sparse = not source.features.contiguous_offsets
+        is_contiguous = source.features.contiguous_offsets
 
         def by_stream(partition: int, at: int) -> int:
             offset = at + base_of(here, partition)
@@ -106,7 +105,7 @@ class GroupPositions:
             positions = await admin.positions(group, self._stream)
             begun = bool(positions) or await admin.has_begun(group, self._stream)
             # On Kinesis a group that reads a shard from its oldest record has no position there.
-            oldest = dict(home.starts) if begun and is_sparse else {}
+            oldest = dict(home.starts) if begun and not is_contiguous else {}
             if positions or oldest:
                 found[group] = oldest | {
                     one: by_stream(one, at)

@@ -10,15 +10,16 @@ from services.core import homes as timing
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.errors import BrokerError, NotAllowed, TopicExists, UnknownTopic
 from services.core.broker.several.broker import SeveralBrokers
-from services.core.homes import Home, Homes, State
+from services.core.homes import Home, Homes, MigrationStep, State
 from services.core.pipes import PipeFile
 from services.core.yaml_source import BadConfiguration
-from services.fleet.migrate.copying import CopyDiffers, StreamCopy
+from services.fleet.migrate.copying import CopyDiffers
+from services.fleet.migrate.exact_copy import ExactCopy
 from services.fleet.migrate.former import FormerTopic, incarnation_of
 from services.fleet.migrate.movable import LoadPipes
-from services.fleet.migrate.places import CopyPlaces
-from services.fleet.migrate.positions import GroupPositions, Place
-from services.fleet.migrate.translating import TranslatedCopy
+from services.fleet.migrate.offset_translator import OffsetTranslator
+from services.fleet.migrate.positions import GroupPositions, TranslateOffset
+from services.fleet.migrate.translated_copy import TranslatedCopy
 from services.fleet.problem import CommandFailed
 
 _MARGIN_S = 0.2
@@ -87,7 +88,7 @@ class Migration:
         self._fleet, self._homes, self._load = fleet, homes, load
         self._stream, self._by, self._show, self._before = stream, by, show, before
         self._positions = GroupPositions(stream, self._newest_pipes, self._named)
-        self._copy: StreamCopy | TranslatedCopy | None = None
+        self._copy: ExactCopy | TranslatedCopy | None = None
         self._copy_of = ""
         self._held_s = 0.0
         self._groups = self._void_turns = 0
@@ -154,10 +155,11 @@ class Migration:
     def _progress(self) -> int:
         return 0 if self._copy is None else self._copy.progress
 
-    async def _record(self, state: State, home: Home, **more: Any) -> bool:
-        """home: the one with which the step began. If somebody has taken another step since, this one is void."""
+    async def _record(self, state: State, home: Home, **content: Any) -> bool:
+        """content: see `MigrationStep`. home: the one with which the step began. If somebody has taken another step since, this
+        one is void."""
         self._before(state)
-        counts = await self._homes.record(self._stream, state, by=self._by, home=home, **more)
+        counts = await self._homes.record(self._stream, MigrationStep(state, by=self._by, **content), home)
         self._before(f"after {state}")
         return counts
 
@@ -201,7 +203,7 @@ class Migration:
         stored = await source.reader.describe(self._stream)
         starts = {one: held.start + self._homes.base(home.readers, self._stream, one) for one, held in stored.items()}
         copy = await target.admin.incarnation(self._stream)
-        if self._fleet.brokers.sparse & {home.readers, to}:
+        if self._fleet.brokers.noncontiguous & {home.readers, to}:
             await self._record("copying", home, to=to, starts=starts, copy=copy)
         else:
             await self._record("copying", home, to=to, bases=starts, copy=copy)
@@ -209,7 +211,7 @@ class Migration:
 
     def _require_whole_shards(self, name: str, shards: Collection[int], partitions: int) -> None:
         """Raises CommandFailed for a stream on Kinesis whose partitions are not its shards, one each."""
-        if name in self._fleet.brokers.sparse and set(shards) != set(range(partitions)):
+        if name in self._fleet.brokers.noncontiguous and set(shards) != set(range(partitions)):
             raise CommandFailed(
                 f"{self._stream} has {partitions} partitions in other shards on {name}: it was split or merged, or has fewer. "
                 "Which events of a shard belong to which partition is not known there",
@@ -259,14 +261,14 @@ class Migration:
 
     @property
     def _is_translated(self) -> bool:
-        return bool(self._fleet.brokers.sparse & {self.home.readers, self.home.to})
+        return bool(self._fleet.brokers.noncontiguous & {self.home.readers, self.home.to})
 
     async def _begins(self) -> Mapping[int, int]:
         """Where the copy begins, by the offsets of the stream."""
         copy = await self._stream_copy()
-        return self._bases() if isinstance(copy, StreamCopy) else {**self.home.starts, **copy.begins}
+        return self._bases() if isinstance(copy, ExactCopy) else {**self.home.starts, **copy.begins}
 
-    async def _stream_copy(self) -> StreamCopy | TranslatedCopy:
+    async def _stream_copy(self) -> ExactCopy | TranslatedCopy:
         """That of the migration which is under way: somebody else may have given one up and begun the next."""
         home = self.home
         if self._copy is None or self._copy_of != home.copy:
@@ -277,7 +279,7 @@ class Migration:
                 require = partial(self._require_copying, home.copy)
                 self._copy = TranslatedCopy(self._stream, source, target, here, home.starts, require)
             else:
-                self._copy = StreamCopy(self._stream, source, target, here, there)
+                self._copy = ExactCopy(self._stream, source, target, here, there)
         return self._copy
 
     async def _follow(self) -> None:
@@ -335,25 +337,25 @@ class Migration:
         await asyncio.sleep(timing.LEASE_S + _MARGIN_S)
         await self._positions.wait_until_left(home)
         await self._require(home)
-        place = await self._place(home)
+        translate = await self._translation(home)
         self._before("groups")
-        self._groups = await self._positions.move(home, place, partial(self._require, home))
+        self._groups = await self._positions.move(home, translate, partial(self._require, home))
         await self._record("moved", home)
 
-    async def _place(self, home: Home) -> Place:
+    async def _translation(self, home: Home) -> TranslateOffset:
         """For positions in a copy that is complete."""
         if not self._is_translated:
-            return partial(self._same_place, home)
+            return partial(self._same_offset, home)
         source, target = await self._named(home.readers), await self._named(home.to)
         here = home.bases.get(home.readers, {})
-        marks = home.marks
+        pairs = home.pairs
         if isinstance(self._copy, TranslatedCopy) and self._copy_of == home.copy:  # it has more of them
-            marks = {one: self._copy.marks.get(one) or some for one, some in marks.items()}
-        places = CopyPlaces(self._stream, source, target, here, home.ends, home.there, marks)
-        await places.begin()
-        return places.find
+            pairs = {one: self._copy.pairs.get(one) or some for one, some in pairs.items()}
+        translator = OffsetTranslator(self._stream, source, target, here, home.ends, home.copy_ends, pairs)
+        await translator.begin()
+        return translator.translate
 
-    async def _same_place(self, home: Home, partition: int, offset: int) -> int:
+    async def _same_offset(self, home: Home, partition: int, offset: int) -> int:
         return max(offset - home.bases.get(home.to, {}).get(partition, 0), 0)
 
     async def undo(self) -> Result:

@@ -8,9 +8,8 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.record import Batch, Record
 from services.core.broker.several.brokers import shifted_errors
 from services.core.homes import base_of
-from services.fleet.migrate.copying import GIVE_UP, CopyDiffers
+from services.fleet.migrate.copying import GIVE_UP, PAGE, CopyDiffers
 
-PAGE = 1000
 FENCE_S = 1800.0
 """For so long after a fence `None` says that nothing is before it. Kinesis guards its fences for twice as long."""
 
@@ -23,7 +22,7 @@ class StreamSource:
         self._fenced = float("-inf")
 
     @property
-    def is_dense(self) -> bool:
+    def is_contiguous(self) -> bool:
         """Whether offsets count records."""
         return self._broker.features.contiguous_offsets
 
@@ -45,23 +44,23 @@ class StreamSource:
         with shifted_errors(base):
             batch = await self._broker.reader.read(self.stream, partition, offset - base, max_records=PAGE)
         if batch is None:
-            require_fresh(self._fenced, f"{self.stream}[{partition}]", is_dense=self.is_dense)
+            require_fresh(self._fenced, f"{self.stream}[{partition}]", is_contiguous=self.is_contiguous)
             return ()
-        require_whole(batch, offset - base, is_dense=self.is_dense)
+        require_whole(batch, offset - base, is_contiguous=self.is_contiguous)
         pairs = zip(batch.offsets, batch.records, strict=True)
         return [(one + base, record) for one, record in pairs if one + base < end]
 
 
-def require_fresh(fenced: float, name: str, *, is_dense: bool) -> None:
+def require_fresh(fenced: float, name: str, *, is_contiguous: bool) -> None:
     """A read before the last fence has found nothing. Raises Unavailable where that may be untrue: offsets that count records say
     that there are some, and a former fence is guarded no more."""
-    if is_dense or time.monotonic() > fenced + FENCE_S:
+    if is_contiguous or time.monotonic() > fenced + FENCE_S:
         raise Unavailable(f"{name}: what is before its end is not seen")
 
 
-def require_whole(batch: Batch, at: int, *, is_dense: bool) -> None:
+def require_whole(batch: Batch, at: int, *, is_contiguous: bool) -> None:
     """Raises CopyDiffers for a batch that is damaged, or lacks records from offset `at` on."""
-    if batch.damage is not None or (is_dense and list(batch.offsets) != list(range(at, at + len(batch.records)))):
+    if batch.damage is not None or (is_contiguous and list(batch.offsets) != list(range(at, at + len(batch.records)))):
         raise CopyDiffers(
             f"{batch.topic}[{batch.partition}]: records from offset {at} on are damaged, or not all there",
             "'When a partition stops' in docs/operating.md",

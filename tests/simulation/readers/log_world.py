@@ -142,9 +142,9 @@ class LogWorld(World):
     def _remake(self, topic: str) -> None:
         self.oracle.lose(self.oracle.of(topic, self._lives[topic]))
         self._close_writer(topic)
-        topics.delete_topic(self._folder, topic)
+        deleted = topics.delete_topic(self._folder, topic)
         with closing(GroupsFile(self._folder)) as file:
-            file.forget_topic(topic)
+            file.forget_topic(topic, deleted)
         self._make(topic, self._partitions[topic])
         for _ in range(self.rng.randrange(4)):
             self.write(topic)

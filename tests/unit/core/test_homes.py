@@ -18,7 +18,7 @@ from services.core.broker.record import Record
 from services.core.broker.several.broker import SeveralBrokers, open_several
 from services.core.broker.several.brokers import DEFAULT
 from services.core.fleet_broker import open_fleet_broker
-from services.core.homes import Home, Homes, Move, State
+from services.core.homes import Home, Homes, MigrationStep, State
 from services.core.pipes import PipeFile
 from services.core.topic_names import CONTROL
 
@@ -35,7 +35,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _apply(home: Home, states: Sequence[State], to: str = "b") -> Home:
     for state in states:
-        after = home.after(home.epoch + 1, Move(state, to, home.epoch, "test", 0, home="a", bases={0: 5}))
+        after = home.after(home.epoch + 1, MigrationStep(state, to, home.epoch, "test", 0, home="a", bases={0: 5}))
         assert after is not None, f"{state} is void after {home}"
         home = after
     return home
@@ -51,26 +51,28 @@ def test_each_step_continues_the_one_before() -> None:
     assert (moved.readers, moved.writers, moved.state, moved.former) == ("b", "b", None, "a")
     assert _apply(start, STEPS).former == ""
     held = _apply(start, STEPS[:2])
-    assert held.after(9, Move("written", "b", held.epoch - 1, "frozen", 0)) is None
+    assert held.after(9, MigrationStep("written", "b", held.epoch - 1, "frozen", 0)) is None
     released = _apply(held, ["released"])
     assert released.state == "copying"
-    assert released.after(9, Move("written", "b", held.epoch, "too late", 0)) is None
-    assert released.after(9, Move("written", "b", released.epoch, "not held", 0)) is None
-    assert moved.after(9, Move("copying", "c", moved.epoch, "x", 0, home="b")) is None, (
+    assert released.after(9, MigrationStep("written", "b", held.epoch, "too late", 0)) is None
+    assert released.after(9, MigrationStep("written", "b", released.epoch, "not held", 0)) is None
+    assert moved.after(9, MigrationStep("copying", "c", moved.epoch, "x", 0, home="b")) is None, (
         "the former topic is still there"
     )
-    assert moved.after(9, Move("copying", "a", moved.epoch, "x", 0, home="b")) is not None
+    assert moved.after(9, MigrationStep("copying", "a", moved.epoch, "x", 0, home="b")) is not None
 
 
-def test_the_marks_of_a_copy_are_in_the_record_of_the_hand_over() -> None:
+def test_the_pairs_of_a_copy_are_in_the_record_of_the_hand_over() -> None:
     """Whoever completes the move after a crash begins at them. Offsets of Kinesis have 206 bits."""
     held = _apply(Home("a", "a"), STEPS[:2])
-    move = Move("written", "b", held.epoch, "x", 0, there={0: 9}, marks={0: [(1 << 205, 5), (1 << 206, 7)]})
-    written = held.after(9, msgspec.json.decode(msgspec.json.encode(move), type=Move))
+    move = MigrationStep(
+        "written", "b", held.epoch, "x", 0, copy_ends={0: 9}, pairs={0: [(1 << 205, 5), (1 << 206, 7)]}
+    )
+    written = held.after(9, msgspec.json.decode(msgspec.json.encode(move), type=MigrationStep))
     assert written is not None
-    assert written.marks == {0: [(1 << 205, 5), (1 << 206, 7)]}
+    assert written.pairs == {0: [(1 << 205, 5), (1 << 206, 7)]}
     moved = _apply(written, ["moved", "finished", "copying"], to="a")
-    assert moved.marks == {}
+    assert moved.pairs == {}
 
 
 def test_the_first_record_counts_more_than_the_pipe_file() -> None:
@@ -129,10 +131,10 @@ async def test_an_append_that_ends_after_the_hand_over_is_not_acknowledged(tmp_p
         sending = asyncio.create_task(fleet.appender.append("s", 0, [Record(b"k", b"1", 0)], timeout=600))
         await slow.reaches.wait()
         own.appender = slow._appender  # type: ignore[misc]
-        await places.record("s", "copying", by="test", to="b")
-        await places.record("s", "held", by="test")
+        await places.record("s", MigrationStep("copying", by="test", to="b"))
+        await places.record("s", MigrationStep("held", by="test"))
         await asyncio.sleep(homes.LEASE_S + 0.1)
-        assert await places.record("s", "written", by="test")
+        assert await places.record("s", MigrationStep("written", by="test"))
         slow.go.set()
         with pytest.raises(OutcomeUnknown):
             await sending
@@ -153,7 +155,7 @@ async def test_an_append_that_ends_within_the_lease_is_acknowledged(
         sending = asyncio.create_task(fleet.appender.append("s", 0, [Record(b"k", b"1", 0)], timeout=600))
         await slow.reaches.wait()
         own.appender = slow._appender  # type: ignore[misc]
-        await places.record("s", "copying", by="test", to="b")
+        await places.record("s", MigrationStep("copying", by="test", to="b"))
         slow.go.set()
         assert (await sending).last == 0
 
@@ -161,14 +163,14 @@ async def test_an_append_that_ends_within_the_lease_is_acknowledged(
 async def test_writers_go_on_when_the_migration_has_died(tmp_path: Path) -> None:
     """A hold of a machine that is gone would stop ingest for ever. Its late hand-over is void."""
     async with _fleet(tmp_path) as (fleet, places, own, other), Producer(fleet.appender) as producer:
-        await places.record("s", "copying", by="test", to="b")
-        await places.record("s", "held", by="test")
+        await places.record("s", MigrationStep("copying", by="test", to="b"))
+        await places.record("s", MigrationStep("held", by="test"))
         epoch = places.home("s").epoch
         held = places._held_since["s"]
         assert not (await producer.send("s", [Record(b"k", b"1", 0)])).failed
         assert homes._now() - held >= homes.HOLD_S
         assert places.home("s").state == "copying"
-        assert places.home("s").after(99, Move("written", "b", epoch, "late", 0)) is None
+        assert places.home("s").after(99, MigrationStep("written", "b", epoch, "late", 0)) is None
         assert await _ends(own, other) == [1, 0]
 
 
@@ -190,7 +192,7 @@ async def test_a_pipe_file_that_lacks_the_home_is_refused(tmp_path: Path) -> Non
     """A person removes `brokers` after a move: the stream would begin again, empty, on the fleet's own broker."""
     async with _fleet(tmp_path) as (_, places, _own, _other):
         for state in STEPS[:4]:
-            assert await places.record("s", state, by="test", to="b")
+            assert await places.record("s", MigrationStep(state, by="test", to="b"))
     pipes = PipeFile.model_validate({"streams": {"s": {}}})
     with pytest.raises(UnsafeTopic, match="moved to broker b"):
         async with open_fleet_broker(f"log://{tmp_path / 'own'}", pipes):

@@ -17,9 +17,11 @@ from services.core.broker.log.retention import remove_before
 from services.core.broker.log.topic_store import TopicStore
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
-from services.core.homes import Home, State
+from services.core.homes import Home, MigrationStep
 from services.core.pipes import PipeFile
-from services.fleet.migrate import copying, positions, steps
+from services.fleet.migrate import exact_copy, positions, steps
+from services.fleet.migrate.copying import Complete
+from services.fleet.migrate.exact_copy import ExactCopy
 from services.fleet.migrate.movable import check_movable, load_movable
 from services.fleet.migrate.steps import Migration
 from services.fleet.problem import CommandFailed
@@ -383,16 +385,16 @@ async def test_a_command_that_was_frozen_moves_no_group(world: World) -> None:
     async with world.process() as (broker, places), world.process() as (other, others):
         await broker.admin.set_committed(GROUP, STREAM, {0: 3, 1: -1})
         migration = Migration(broker, places, world.load, STREAM, "test")
-        same_place, frozen = migration._same_place, list[int]()
+        same_offset, frozen = migration._same_offset, list[int]()
 
         async def freeze(home: Home, partition: int, offset: int) -> int:
             if not frozen:
                 frozen.append(partition)
                 await Migration(other, others, world.load, STREAM, "rival").run("second")
                 await other.admin.set_committed(GROUP, STREAM, {0: 8})
-            return await same_place(home, partition, offset)
+            return await same_offset(home, partition, offset)
 
-        migration._same_place = freeze  # type: ignore[method-assign]
+        migration._same_offset = freeze  # type: ignore[method-assign]
         with pytest.raises(CommandFailed, match="somebody else has moved orders"):
             await migration.run("second")
         assert (await other.admin.positions(GROUP, STREAM))[0] == 9
@@ -421,10 +423,10 @@ async def test_a_hold_that_is_always_too_short_ends_the_command(world: World, mo
     async with world.process() as (broker, places):
         record = places.record
 
-        async def too_late(stream: str, state: State, **more: Any) -> bool:
-            if state == "written":
-                await record(stream, "released", by="a writer")
-            return await record(stream, state, **more)
+        async def too_late(stream: str, step: MigrationStep, home: Home | None = None) -> bool:
+            if step.state == "written":
+                await record(stream, MigrationStep("released", by="a writer"))
+            return await record(stream, step, home)
 
         places.record = too_late  # type: ignore[method-assign]
         with pytest.raises(CommandFailed, match="the writers went on 2 times"):
@@ -437,20 +439,20 @@ async def test_a_hand_over_counts_only_while_its_own_hold_lasts(world: World, mo
     part of the copy that the first command has completed."""
     await _fill(world, 3)
     async with world.process() as (broker, places), world.process() as (_, others):
-        complete, overtaken = copying.StreamCopy.complete, list[int]()
+        complete, overtaken = ExactCopy.complete, list[int]()
 
-        async def be_overtaken(copy: copying.StreamCopy) -> copying.Complete | None:
+        async def be_overtaken(copy: ExactCopy) -> Complete | None:
             found = await complete(copy)
             if not overtaken:
                 overtaken.append(1)
                 await others.refresh()
-                assert await others.record(STREAM, "released", by="a writer")
+                assert await others.record(STREAM, MigrationStep("released", by="a writer"))
                 await _fill(world, 1)
-                assert await others.record(STREAM, "held", by="rival")
+                assert await others.record(STREAM, MigrationStep("held", by="rival"))
                 await places.refresh()
             return found
 
-        monkeypatch.setattr(copying.StreamCopy, "complete", be_overtaken)
+        monkeypatch.setattr(ExactCopy, "complete", be_overtaken)
         result = await Migration(broker, places, world.load, STREAM, "test").run("second")
         assert (await broker.reader.describe(STREAM))[0] == PartitionRange(0, 4)
         assert result.events == 4
@@ -536,7 +538,7 @@ async def test_a_missing_right_ends_the_command_at_once_and_repeats_nothing(worl
 @pytest.mark.parametrize("answer", ["stored", "not stored", "a repeat"])
 async def test_an_append_in_doubt_is_copied_once(world: World, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
     """It is looked for, then repeated as it is. Of a repeat (DUPLICATE_SEQUENCE) Kafka may not say the offset."""
-    monkeypatch.setattr(copying, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(exact_copy, "_AGAIN_S", 0.01)
     await _fill(world, 3)
     async with world.process() as (broker, places):
         appender = (await broker.brokers.named("second")).appender

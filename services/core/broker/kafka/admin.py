@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Collection, Mapping
+from uuid import UUID
 
 from aiokafka.protocol.admin import (
     CreatePartitionsRequest,
@@ -14,7 +15,7 @@ from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
 from services.core.broker.errors import NotAllowed, UnknownTopic
 from services.core.broker.existing import NO_EXISTING, ExistingTopics
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.error_codes import NOT_ALLOWED, UNKNOWN_TOPIC, bounded, raise_for
+from services.core.broker.kafka.error_codes import NOT_ALLOWED, UNKNOWN_TOPIC, UNKNOWN_TOPIC_ID, bounded, raise_for
 from services.core.broker.kafka.offsets import (
     EARLIEST,
     LagMeter,
@@ -27,7 +28,7 @@ from services.core.broker.kafka.offsets import (
     starts,
 )
 from services.core.broker.kafka.positions import GROUPS, Append, GroupStart, GroupStarts
-from services.core.broker.kafka.protocol import DescribeTopicsRequest, GroupRightsRequest
+from services.core.broker.kafka.protocol import DeleteByIdRequest, DescribeTopicsRequest, GroupRightsRequest
 from services.core.broker.kafka.reader import read_at
 from services.core.broker.kafka.record_batch import MAX_BATCH_BYTES
 from services.core.broker.kafka.topic_settings import (
@@ -96,13 +97,34 @@ class KafkaAdmin:
         """As in the contract: `penstock.groups`."""
         await self.begun.create_topic()
 
-    async def delete_topic(self, topic: str) -> None:
+    async def delete_topic(self, topic: str, incarnation: str | None = None) -> None:
         """As in the contract; Kafka forgets the groups' offsets with it."""
+        if incarnation is not None:
+            await self._delete_one(topic, incarnation)
+            return
         await partitions_of(self._cluster, [topic])
         answer = await self._cluster.ask_any(DeleteTopicsRequest([topic], self._patience))
         for name, code in answer.topic_error_codes:
             raise_for(code, f"delete topic {name}", f"Delete on topic {name}")
         await self._wait_for(topic, 0)
+
+    async def _delete_one(self, topic: str, incarnation: str) -> None:
+        """By its id. Meanwhile another topic may get the name: so the id is waited for, not the name."""
+        answer = await self._cluster.ask_any(DeleteByIdRequest(UUID(incarnation), self._patience))
+        for _, _, code, _, _ in answer.responses:
+            if code == UNKNOWN_TOPIC_ID:
+                raise UnknownTopic(f"topic {topic} was deleted, or created again since: it is another one")
+            raise_for(code, f"delete topic {topic}", f"Delete on topic {topic}")
+        async with bounded(f"delete topic {topic}", self._cluster.timing.request):
+            while not await self._is_gone(topic, incarnation):  # noqa: ASYNC110 - Kafka sends no notice
+                await asyncio.sleep(_PAUSE)
+
+    async def _is_gone(self, topic: str, incarnation: str) -> bool:
+        """Whether no node lists it any more."""
+        async for states in self._cluster.describe_by_node([topic]):
+            if topic in states and states[topic].id == incarnation:
+                return False
+        return True
 
     async def topics(self) -> dict[str, int]:
         """As in the contract, without topics of other fleets."""

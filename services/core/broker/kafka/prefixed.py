@@ -156,8 +156,8 @@ class _PrefixedAdmin:
     async def create_own_topics(self) -> None:
         await self._admin.create_own_topics()
 
-    async def delete_topic(self, topic: str) -> None:
-        await self._admin.delete_topic(self._names.own(topic))
+    async def delete_topic(self, topic: str, incarnation: str | None = None) -> None:
+        await self._admin.delete_topic(self._names.own(topic), incarnation)
 
     async def topics(self) -> dict[str, int]:
         """Topics of others among them, if they are there: their names may lack the prefix."""

@@ -120,6 +120,47 @@ class DescribeTopicsRequest(Request[DescribeTopicsStruct]):  # type: ignore[misc
         return request_struct_class(rows, False, self._rights, {})
 
 
+class DeleteByIdResponse(Response):  # type: ignore[misc]  # aiokafka has no types
+    """DeleteTopics, version 6."""
+
+    API_KEY = 20
+    API_VERSION = 6
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "responses",
+            CompactArray(("topic", _TEXT), ("topic_id", Uuid), ("error_code", Int16), ("error_message", _TEXT), TAGS),
+        ),
+        TAGS,
+    )
+
+
+class DeleteByIdStruct(RequestStruct):  # type: ignore[misc]  # aiokafka has no types
+    """DeleteTopics, version 6, which every Kafka since 2.8 understands."""
+
+    FLEXIBLE_VERSION = True
+    API_KEY = 20
+    API_VERSION = 6
+    RESPONSE_TYPE = DeleteByIdResponse
+    SCHEMA = Schema(
+        ("topics", CompactArray(("topic", _TEXT), ("topic_id", Uuid), TAGS)),
+        ("timeout_ms", Int32),
+        TAGS,
+    )
+
+
+class DeleteByIdRequest(Request[DeleteByIdStruct]):  # type: ignore[misc]  # aiokafka has no types
+    """Deletes the topic of this id, whatever topic has its name by now. patience: in milliseconds."""
+
+    API_KEY = 20
+
+    def __init__(self, topic_id: UUID, patience: int) -> None:
+        self._topic_id, self._patience = topic_id, patience
+
+    def build(self, request_struct_class: type[DeleteByIdStruct]) -> DeleteByIdStruct:
+        return request_struct_class([(None, self._topic_id, {})], self._patience, {})
+
+
 _TOPIC = ("topic", String("utf-8"))
 _ENDS = Array(("error_code", Int16), ("partition", Int32), ("leader_epoch", Int32), ("end_offset", Int64))
 _EPOCHS = Array(("partition", Int32), ("current_leader_epoch", Int32), ("leader_epoch", Int32))

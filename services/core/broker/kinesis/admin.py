@@ -39,6 +39,8 @@ from services.core.broker.kinesis.streams import (
 from services.core.broker.prefix import find_own
 from services.core.broker.record import Batch, TopicPartition
 
+_SURE_S = 2.0
+"""To delete a stream and to create one of the same name takes longer."""
 _UNSETTLED = StartPosition("offset", 0)
 """For a row that an operator created: its offset is committed, so it has no start of its own."""
 
@@ -175,8 +177,17 @@ class KinesisAdmin:
     async def create_own_topics(self) -> None:
         """As in the contract: there are none."""
 
-    async def delete_topic(self, topic: str) -> None:
+    async def delete_topic(self, topic: str, incarnation: str | None = None) -> None:
         """As in the contract. The groups' leases name the incarnation, so a new stream of this name has none."""
+        if incarnation is not None:
+            began = time.clock_gettime(time.CLOCK_BOOTTIME)
+            if await self.incarnation(topic) != incarnation:
+                raise UnknownTopic(f"stream {topic} was created again since: it is another one")
+            # Whoever wakes up now, after hours, deletes nothing: to delete and create a stream takes somebody else longer.
+            if time.clock_gettime(time.CLOCK_BOOTTIME) > began + _SURE_S:
+                raise Unavailable(
+                    f"{topic} was not deleted: to find out which stream it is took longer than {_SURE_S:g} s"
+                )
         async with self._bounded(f"delete {topic}"):
             await self._kinesis.delete_stream(StreamName=topic, EnforceConsumerDeletion=True)
         deadline = time.monotonic() + self._shared.timing.settle

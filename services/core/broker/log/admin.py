@@ -25,10 +25,10 @@ class LogAdmin:
     async def create_own_topics(self) -> None:
         """As in the contract: there are none."""
 
-    async def delete_topic(self, topic: str) -> None:
-        await self._readers.run(lambda: topics.delete_topic(self._folder, topic))
+    async def delete_topic(self, topic: str, incarnation: str | None = None) -> None:
+        deleted = await self._readers.run(lambda: topics.delete_topic(self._folder, topic, incarnation))
         self._readers.forget(topic)
-        await self._offsets.use(lambda file: file.forget_topic(topic))
+        await self._offsets.use(lambda file: file.forget_topic(topic, deleted))
 
     async def topics(self) -> dict[str, int]:
         """As in the contract. A damaged topic is listed with 0 partitions."""

@@ -173,15 +173,17 @@ class GroupsFile(DurableFile):
             found = {source: self._progress(group, source) for source in sources}
         return {source: row for source, row in found.items() if row is not None and row.incarnation == incarnation}
 
-    def forget_topic(self, topic: str) -> None:
-        """Remove all groups' offsets of a topic, durably, and free its leases.
+    def forget_topic(self, topic: str, incarnation: bytes) -> None:
+        """Remove all groups' offsets of a topic, durably, and free its leases. Those of a later incarnation stay.
 
         The epochs stay: a topic of the same name goes on counting them, so a late commit for the old one is refused. The names of
         its groups stay, too (`ALL`): if the topic is created again, they read it from its beginning.
         """
 
         def work() -> tuple[None, int]:
-            self.connection.execute("DELETE FROM offsets WHERE topic=? AND partition>?", (topic, ALL))
+            self.connection.execute(
+                "DELETE FROM offsets WHERE topic=? AND partition>? AND incarnation=?", (topic, ALL, incarnation)
+            )
             self.connection.execute("UPDATE leases SET owner=NULL WHERE topic=?", (topic,))
             return None, self._count()
 

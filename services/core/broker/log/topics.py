@@ -54,14 +54,18 @@ def create_topic(folder: DataFolder, spec: TopicSpec) -> None:
         folder.sync_names()
 
 
-def delete_topic(folder: DataFolder, topic: str) -> None:
-    """Delete the topic. Processes that have it open get UnknownTopic. Raises UnknownTopic."""
+def delete_topic(folder: DataFolder, topic: str, incarnation: str | None = None) -> bytes:
+    """Delete the topic, and give its incarnation. Processes that have it open get UnknownTopic. Raises UnknownTopic, also when
+    the topic is not this incarnation."""
     files = folder.topic(topic)
     with folder.locked_catalog(), classified(topic):
         with closing(TopicStore.open(folder, topic)) as store:
+            if incarnation not in (None, store.meta.incarnation.hex()):
+                raise UnknownTopic(f"topic {topic!r} was created again since: it is another one")
             meta = msgspec.structs.replace(store.meta, deleted=True)
             store.transact(lambda: write_meta(store.connection, meta), lambda _: {}, 0)
         _unlink(folder, files)
+    return meta.incarnation
 
 
 def topic_names(folder: DataFolder) -> list[str]:

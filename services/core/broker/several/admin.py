@@ -43,8 +43,8 @@ class SeveralAdmin:
         for broker in (await self._brokers.with_streams()).values():
             await broker.admin.create_own_topics()
 
-    async def delete_topic(self, topic: str) -> None:
-        await (await self._brokers.of(topic)).admin.delete_topic(topic)
+    async def delete_topic(self, topic: str, incarnation: str | None = None) -> None:
+        await (await self._brokers.of(topic)).admin.delete_topic(topic, incarnation)
 
     async def topics(self) -> dict[str, int]:
         found: dict[str, int] = {}

@@ -50,7 +50,7 @@ class SeveralBrokers:
     def features(self) -> Features:
         """Of those that are open now; offsets are contiguous where all brokers of the fleet have such."""
         first, *others = (broker.features for broker in self.brokers.opened())
-        first = replace(first, contiguous_offsets=first.contiguous_offsets and not self.brokers.sparse)
+        first = replace(first, contiguous_offsets=first.contiguous_offsets and not self.brokers.noncontiguous)
         for one in others:
             first = replace(
                 first,
@@ -61,7 +61,7 @@ class SeveralBrokers:
 
     def is_contiguous(self, topic: str) -> bool:
         """As in the contract. Only streams are on other brokers than the fleet's own."""
-        return self.brokers.places.of(topic) not in self.brokers.sparse
+        return self.brokers.places.of(topic) not in self.brokers.noncontiguous
 
     @asynccontextmanager
     async def consumer(
@@ -98,10 +98,10 @@ class SeveralBrokers:
 
 @asynccontextmanager
 async def open_several(
-    default: Broker, openings: Mapping[str, Opening], places: Places, sparse: Collection[str] = ()
+    default: Broker, openings: Mapping[str, Opening], places: Places, noncontiguous: Collection[str] = ()
 ) -> AsyncIterator[SeveralBrokers]:
-    """default: open. The others are opened when they are needed. Leaving closes these. sparse: as in `Brokers`."""
-    brokers = Brokers(default, openings, places, sparse)
+    """default: open. The others are opened when they are needed. Leaving closes these. noncontiguous: as in `Brokers`."""
+    brokers = Brokers(default, openings, places, noncontiguous)
     try:
         yield SeveralBrokers(brokers)
     finally:

@@ -97,10 +97,10 @@ class Brokers:
     """
 
     def __init__(
-        self, default: Broker, openings: Mapping[str, Opening], places: Places, sparse: Collection[str] = ()
+        self, default: Broker, openings: Mapping[str, Opening], places: Places, noncontiguous: Collection[str] = ()
     ) -> None:
-        """sparse: the names of the brokers whose offsets are not contiguous. They are known before they are opened."""
-        self.places, self.sparse = places, frozenset(sparse)
+        """noncontiguous: the names of the brokers whose offsets are not contiguous. They are known before they are opened."""
+        self.places, self.noncontiguous = places, frozenset(noncontiguous)
         self.names = (DEFAULT, *openings)
         self._openings = openings
         self._open: dict[str, Broker] = {DEFAULT: default}

@@ -182,8 +182,7 @@ class HomeConsumer:
         for topic, home in self._homes.items():
             if self._places.of(topic) == home:
                 await self._places.known(topic, max_wait)
-            if self._places.of(topic) != home or self._places.is_leaving(topic):
-                raise HomeChanged(f"{topic} moves from broker {home}. Its readers leave, and join where it is then")
+            self._require(topic, home)
         batches = await self._consumer.poll(max_records=max_records, max_wait=max_wait)
         return [shift_batch(batch, self._base(batch.source)) for batch in batches]
 
@@ -200,7 +199,14 @@ class HomeConsumer:
         return self._consumer.assignment()
 
     async def lag(self) -> dict[TopicPartition, Lag]:
+        """As in the contract. Raises HomeChanged as `poll` does, and waits for nothing before it."""
+        for topic, home in self._homes.items():
+            self._require(topic, home)
         return await self._consumer.lag()
+
+    def _require(self, topic: str, home: str) -> None:
+        if self._places.of(topic) != home or self._places.is_leaving(topic):
+            raise HomeChanged(f"{topic} moves from broker {home}. Its readers leave, and join where it is then")
 
     def _base(self, source: TopicPartition) -> int:
         return self._places.base(self._homes[source.topic], source.topic, source.partition)

@@ -2,8 +2,8 @@
 
 On Kinesis an offset is a sequence number of the service, so a copy cannot have the offsets of the stream. And a put of unknown
 outcome may be stored again, at any later time. So the copy may hold records twice; it is right when the stream's records are
-found in it in order, and everything between them was copied before. Each page that is found makes a pair of offsets (`Mark`), by
-which the positions of groups are translated (`places`).
+found in it in order, and everything between them was copied before. Each page that is found makes an `OffsetPair`. By these pairs
+the positions of groups are translated (`OffsetTranslator`).
 
 What is in the copy is found by reading it: there is no other state to keep or to lose. The ends of both are fences
 (`Reader.fence`): on Kinesis a record that was acknowledged may not be readable yet. Before each window of records is appended,
@@ -17,13 +17,13 @@ from functools import partial
 from services.core.broker.contract import Broker
 from services.core.broker.errors import Unavailable
 from services.core.homes import ANY_PARTITION
-from services.fleet.migrate.copying import GIVE_UP, Complete, CopyDiffers, OriginCount, in_turns
-from services.fleet.migrate.partition_copy import CopyFence, Mark, PartitionCopy
+from services.fleet.migrate.copying import GIVE_UP, Complete, CopyDiffers, OriginCount, gather_few
 from services.fleet.migrate.stream_source import StreamSource
+from services.fleet.migrate.translated_partition import CopyFence, OffsetPair, TranslatedPartition
 
 _WINDOW_BYTES, _LEAST_WINDOW_BYTES = 64 << 20, 1 << 20
 """Of all partitions together, and of each one at least."""
-_LARGEST_DENSE = 1 << 64
+_LARGEST_CONTIGUOUS = 1 << 64
 """Offsets of Kinesis are higher."""
 
 
@@ -46,7 +46,7 @@ class TranslatedCopy:
         self._source = StreamSource(stream, source, source_bases)
         window = max(_WINDOW_BYTES // max(1, len(starts)), _LEAST_WINDOW_BYTES)
         self._partitions = {
-            partition: PartitionCopy(self._source, target, partition, start, window, self.origins)
+            partition: TranslatedPartition(self._source, target, partition, start, window, self.origins)
             for partition, start in starts.items()
         }
 
@@ -62,7 +62,7 @@ class TranslatedCopy:
 
     async def total(self) -> int:
         """How many events the stream has. Where offsets do not count records, nobody knows more than those that were found."""
-        if not self._source.is_dense:
+        if not self._source.is_contiguous:
             return self.events
         ends, begins = await self._source.fence(), {**self._starts, **self.begins}
         return sum(end - begins.get(partition, end) for partition, end in ends.items())
@@ -74,56 +74,56 @@ class TranslatedCopy:
         return {number: one.begin for number, one in self._partitions.items() if one.begin is not None}
 
     @property
-    def marks(self) -> dict[int, Sequence[Mark]]:
+    def pairs(self) -> dict[int, Sequence[OffsetPair]]:
         """All that are known, ascending, by partition."""
-        return {number: one.marks for number, one in self._partitions.items()}
+        return {number: one.pairs for number, one in self._partitions.items()}
 
     async def follow(self) -> float:
-        """As `StreamCopy.follow`."""
+        """As `ExactCopy.follow`."""
         began = time.monotonic()
-        there = await self._target_fence()
-        await self._advance(await self._fence(), there)
+        earlier = await self._target_fence()
+        await self._advance(await self._fence(), earlier)
         return time.monotonic() - began
 
     async def complete(self) -> Complete | None:
         """The rest, when nothing more is acknowledged. Raises as `follow`."""
-        there = await self._target_fence()
+        earlier = await self._target_fence()
         ends = await self._fence()
-        await self._advance(ends, there)
+        await self._advance(ends, earlier)
         for number, one in self._partitions.items():
             one.check_complete(ends[number])
-        behind = {number: one.behind_last for number, one in self._partitions.items()}
+        behind = {number: one.found_end for number, one in self._partitions.items()}
         if None in behind.values():  # no record: whoever begins at a fence begins before all that is stored later
             fences = await self._target_fence()
             behind = {number: fences[number] if at is None else at for number, at in behind.items()}
-        marks = {number: one.some_marks() for number, one in self._partitions.items()}
+        pairs = {number: one.some_pairs() for number, one in self._partitions.items()}
         ended = {number: at for number, at in behind.items() if at is not None}
-        return Complete(ends, self._bases(ends), ended, marks)
+        return Complete(ends, self._bases(ends), ended, pairs)
 
     def _bases(self, ends: Mapping[int, int]) -> dict[int, int]:
         """What is added on the target, so that no offset of the stream names two events, and offsets of a partition increase."""
         if self._target.features.contiguous_offsets:
             return dict(ends)
         highest = max(ends.values(), default=0)
-        return {} if highest < _LARGEST_DENSE else {ANY_PARTITION: highest}
+        return {} if highest < _LARGEST_CONTIGUOUS else {ANY_PARTITION: highest}
 
-    async def _advance(self, ends: Mapping[int, int], judged: Mapping[int, int]) -> None:
-        """Find what is in the copy, append a window of what lacks, and look again, until nothing before `ends` lacks. judged: as
+    async def _advance(self, ends: Mapping[int, int], earlier: Mapping[int, int]) -> None:
+        """Find what is in the copy, append a window of what lacks, and look again, until nothing before `ends` lacks. earlier: as
         in `CopyFence`."""
-        there, has_appended = judged, False
+        fences, has_appended = earlier, False
         while True:
-            seen, before = time.monotonic(), self.events
+            read_at, before = time.monotonic(), self.events
             looks = [
-                partial(one.look, ends[number], CopyFence(there[number], judged[number], seen))
+                partial(one.look, ends[number], CopyFence(fences[number], earlier[number], read_at))
                 for number, one in self._partitions.items()
             ]
-            await in_turns(looks)
+            await gather_few(looks)
             if has_appended and self.events == before:
                 raise Unavailable(f"{self._stream}: the copy is not seen")
             appends = [partial(one.append, ends[number], self._require) for number, one in self._partitions.items()]
-            if not any(await in_turns(appends)):
+            if not any(await gather_few(appends)):
                 return
-            there, has_appended = await self._target_fence(), True
+            fences, has_appended = await self._target_fence(), True
 
     async def _fence(self) -> dict[int, int]:
         return self._same_partitions(await self._source.fence(), "was split, merged or has grown")

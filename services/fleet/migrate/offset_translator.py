@@ -1,11 +1,11 @@
 """Where the positions of groups are in a copy that has other offsets and is complete.
 
-The stream and its copy are read from a mark on (`Mark`), and the records of the stream are looked for in order. A place that is
-too early delivers events again; one that is too late skips events. So wherever something is not known any more, the place is
-earlier.
+The stream and its copy are read from a pair on (`OffsetPair`), and the records of the stream are looked for in order. An offset
+that is too low delivers events again; one that is too high skips events. So wherever something is not known any more, the offset
+is lower.
 
 Retention goes on meanwhile: nobody may have run the command for days. Then the beginning of either is gone. Records that the
-stream has no more are in the copy behind the mark. Of a copy whose mark is gone, the oldest record is the place.
+stream has no more are in the copy behind the pair. Of a copy whose pair is gone, the oldest record is taken.
 """
 
 import time
@@ -16,14 +16,15 @@ from collections.abc import Mapping, Sequence
 from services.core.broker.contract import Broker
 from services.core.broker.errors import OffsetOutOfRange
 from services.core.broker.record import Batch, Record
-from services.fleet.migrate.copying import CopyDiffers
-from services.fleet.migrate.partition_copy import Mark
-from services.fleet.migrate.stream_source import PAGE, StreamSource, require_fresh, require_whole
+from services.fleet.migrate.copying import PAGE, CopyDiffers
+from services.fleet.migrate.stream_source import StreamSource, require_fresh, require_whole
+from services.fleet.migrate.translated_partition import OffsetPair
 
 
-class CopyPlaces:
-    """ends, there: where the stream and its copy ended when it was handed over. Offsets of the stream have `source_bases`; those
-    of the copy are the target's own. `begin` before the first use. All methods raise BrokerError kinds, and may be repeated."""
+class OffsetTranslator:
+    """ends, copy_ends: where the stream and its copy ended when it was handed over. Offsets of the stream have `source_bases`;
+    those of the copy are the target's own. `begin` before the first use. All methods raise BrokerError kinds, and may be
+    repeated."""
 
     def __init__(
         self,
@@ -32,11 +33,11 @@ class CopyPlaces:
         target: Broker,
         source_bases: Mapping[int, int],
         ends: Mapping[int, int],
-        there: Mapping[int, int],
-        marks: Mapping[int, Sequence[Mark]],
+        copy_ends: Mapping[int, int],
+        pairs: Mapping[int, Sequence[OffsetPair]],
     ) -> None:
         self._source, self._target = StreamSource(stream, source, source_bases), target
-        self._ends, self._there, self._marks = ends, there, marks
+        self._ends, self._copy_ends, self._pairs = ends, copy_ends, pairs
         self._fenced = float("-inf")
 
     async def begin(self) -> None:
@@ -45,28 +46,28 @@ class CopyPlaces:
         await self._target.reader.fence(self._source.stream)
         self._fenced = time.monotonic()
 
-    async def find(self, partition: int, offset: int) -> int:
+    async def translate(self, partition: int, offset: int) -> int:
         """The offset in the copy from which on it has every record of the stream from `offset` on."""
-        there, end = self._there[partition], self._ends[partition]
+        copy_end, end = self._copy_ends[partition], self._ends[partition]
         if offset >= end:
-            return there
-        marks = self._marks.get(partition, ())
-        number = bisect_right(marks, offset, key=lambda mark: mark[0]) - 1
+            return copy_end
+        pairs = self._pairs.get(partition, ())
+        number = bisect_right(pairs, offset, key=lambda pair: pair[0]) - 1
         if number < 0:
             return await self._oldest(partition)
-        wanted, at = marks[number]
+        wanted, at = pairs[number]
         try:
-            return await self._find_from(partition, offset, wanted, at)
+            return await self._translate_from(partition, offset, wanted, at)
         except OffsetOutOfRange:
             return await self._oldest(partition)
 
-    async def _find_from(self, partition: int, offset: int, wanted: int, at: int) -> int:
-        """As `find`, from the mark (wanted, at) on. Raises OffsetOutOfRange when the copy has lost the mark."""
-        there, end = self._there[partition], self._ends[partition]
+    async def _translate_from(self, partition: int, offset: int, wanted: int, at: int) -> int:
+        """As `translate`, from the pair (wanted, at) on. Raises OffsetOutOfRange when the copy has lost the pair."""
+        copy_end, end = self._copy_ends[partition], self._ends[partition]
         pending: deque[tuple[int, Record]] = deque()
-        known, has_read = there, False
-        while at < there and (batch := await self._read_copy(partition, at)) is not None:
-            records = [pair for pair in zip(batch.offsets, batch.records, strict=True) if pair[0] < there]
+        known, has_read = copy_end, False
+        while at < copy_end and (batch := await self._read_copy(partition, at)) is not None:
+            records = [pair for pair in zip(batch.offsets, batch.records, strict=True) if pair[0] < copy_end]
             if not records:
                 break
             known = min(known, records[0][0])
@@ -78,7 +79,7 @@ class CopyPlaces:
                 has_read = has_read or bool(some)
                 wanted = some[-1][0] + 1 if some else end
             if not pending:  # the stream has none from `offset` on, or retention has removed all of them
-                return there if has_read else known
+                return copy_end if has_read else known
             for found, record in records:
                 if pending and record == pending[0][1] and pending.popleft()[0] >= offset:
                     return found
@@ -100,14 +101,14 @@ class CopyPlaces:
 
     async def _read_copy(self, partition: int, at: int) -> Batch | None:
         batch = await self._target.reader.read(self._source.stream, partition, at, max_records=PAGE)
-        is_dense = self._target.features.contiguous_offsets
+        is_contiguous = self._target.features.contiguous_offsets
         if batch is None:
-            require_fresh(self._fenced, f"the copy of {self._source.stream}[{partition}]", is_dense=is_dense)
+            require_fresh(self._fenced, f"the copy of {self._source.stream}[{partition}]", is_contiguous=is_contiguous)
         else:
-            require_whole(batch, at, is_dense=is_dense)
+            require_whole(batch, at, is_contiguous=is_contiguous)
         return batch
 
     async def _oldest(self, partition: int) -> int:
-        held = (await self._target.reader.describe(self._source.stream))[partition]
-        there = self._there[partition]
-        return min(held.start, there) if held.start < held.end else there
+        stored = (await self._target.reader.describe(self._source.stream))[partition]
+        copy_end = self._copy_ends[partition]
+        return min(stored.start, copy_end) if stored.start < stored.end else copy_end

@@ -8,31 +8,31 @@ from typing import NamedTuple
 from services.core.broker.contract import MAX_APPEND_BYTES, Broker
 from services.core.broker.errors import OffsetOutOfRange, RecordRefused, RecordTooLarge
 from services.core.broker.record import Batch, Record, estimate_size, split_by_size
-from services.fleet.migrate.copying import GIVE_UP, CopyDiffers, OriginCount
-from services.fleet.migrate.stream_source import PAGE, StreamSource, removed, require_fresh, require_whole
+from services.fleet.migrate.copying import APPEND_S, GIVE_UP, PAGE, CopyDiffers, OriginCount
+from services.fleet.migrate.stream_source import StreamSource, removed, require_fresh, require_whole
 
 _WINDOW = 4000
 """Records of a partition that are appended before they are looked for. They are in memory."""
 _RECENT = 50_000
 """Records of a partition among which a second copy is known."""
-_APPEND_S = 8.0
-_MARKS, _MARKS_STEP = 8, 4
+_PAIRS, _PAIRS_STEP = 8, 4
 
-Mark = tuple[int, int]
+OffsetPair = tuple[int, int]
 """(offset of the stream, offset of the copy). All records of the stream before the one are in the copy before the other; all
 others are from there on, in order."""
 
 
 class CopyFence(NamedTuple):
-    """Of the copy. seen: when it was read, monotonic. judged: a fence that was read before the stream was asked for its end."""
+    """Of the copy. earlier: a fence that was read before the stream was asked for its end. read_at: when this one was read,
+    monotonic."""
 
     offset: int
-    judged: int
-    seen: float
+    earlier: int
+    read_at: float
 
 
-class PartitionCopy:
-    """begin: the offset of the stream from which it was read, None before the first read. behind_last: the offset of the copy
+class TranslatedPartition:
+    """begin: the offset of the stream from which it was read, None before the first read. found_end: the offset of the copy
     behind the last record that was found."""
 
     def __init__(
@@ -46,19 +46,19 @@ class PartitionCopy:
         self._pending_bytes = 0
         self._recent: dict[int, None] = {}
         """Hashes of records that were found."""
-        self.marks: list[Mark] = []
+        self.pairs: list[OffsetPair] = []
         self.begin: int | None = None
-        self.behind_last: int | None = None
+        self.found_end: int | None = None
         self.events = self.progress = 0
 
     @property
     def _name(self) -> str:
         return f"{self._source.stream}[{self._partition}]"
 
-    async def look(self, end: int, there: CopyFence) -> None:
+    async def look(self, end: int, fence: CopyFence) -> None:
         """Find what is in the copy before the fence. Raises BrokerError kinds, and CopyDiffers for what is no part of the stream
         before `end`, and was in the copy before `end` was known. Behind that a second command may have copied more."""
-        while self._target_at < there.offset and await self._find_some(end, there):
+        while self._target_at < fence.offset and await self._find_some(end, fence):
             pass
         if self._target_at and not self.events:
             raise CopyDiffers(
@@ -76,7 +76,7 @@ class PartitionCopy:
             await require()
             try:
                 stored = await self._target.appender.append(
-                    self._source.stream, self._partition, chunk, timeout=_APPEND_S
+                    self._source.stream, self._partition, chunk, timeout=APPEND_S
                 )
                 for _, error in stored.failed:
                     raise error
@@ -89,40 +89,42 @@ class PartitionCopy:
     def check_complete(self, end: int) -> None:
         """Raises CopyDiffers where it is known how many events the stream has, and other ones were found."""
         begin = end if self.begin is None else self.begin
-        if self._source.is_dense and self.events != end - begin:
+        if self._source.is_contiguous and self.events != end - begin:
             raise CopyDiffers(f"{self._name}: {self.events} of {end - begin} events were found in the copy", GIVE_UP)
 
-    def some_marks(self) -> list[Mark]:
+    def some_pairs(self) -> list[OffsetPair]:
         """The first one, and a few that are closer to each other towards the end: whoever begins at one of them reads at most a
         few times as much as lies behind the place that is wanted."""
-        back = [_MARKS_STEP**one for one in range(_MARKS) if _MARKS_STEP**one < len(self.marks)]
-        return [*self.marks[:1], *(self.marks[-one] for one in reversed(back))]
+        back = [_PAIRS_STEP**one for one in range(_PAIRS) if _PAIRS_STEP**one < len(self.pairs)]
+        return [*self.pairs[:1], *(self.pairs[-one] for one in reversed(back))]
 
-    async def _find_some(self, end: int, there: CopyFence) -> bool:
+    async def _find_some(self, end: int, fence: CopyFence) -> bool:
         """Read a page of the copy, and find the next records of the stream in it. Gives whether there may be another one.
 
         What is before the first one was copied before retention removed it from the stream.
         """
-        if self._is_found(end) and self._target_at >= there.judged:
+        if self._is_found(end) and self._target_at >= fence.earlier:
             return False
         batch = await self._read_copy(self._target_at)
         if batch is None:
-            require_fresh(there.seen, f"the copy of {self._name}", is_dense=self._target.features.contiguous_offsets)
+            require_fresh(
+                fence.read_at, f"the copy of {self._name}", is_contiguous=self._target.features.contiguous_offsets
+            )
             return False
         await self._fill(len(batch.records), end)
-        if not self.marks and self.begin is not None:
-            self.marks.append((self.begin, batch.offsets[0]))
+        if not self.pairs and self.begin is not None:
+            self.pairs.append((self.begin, batch.offsets[0]))
         self._target_at = batch.offsets[-1] + 1
         found, last = list[Record](), -1
         for offset, record in zip(batch.offsets, batch.records, strict=True):
-            if self._is_found(end) and (found or offset >= there.judged):
+            if self._is_found(end) and (found or offset >= fence.earlier):
                 self._target_at = offset  # what follows may be no part of the copy
                 break
             if self._pending and record == self._pending[0][1]:
                 last = self._pending.popleft()[0]
                 self._pending_bytes -= estimate_size([record])
                 self._recent[hash(record)] = None
-                self.behind_last = offset + 1
+                self.found_end = offset + 1
                 found.append(record)
             elif self._recent and hash(record) not in self._recent:
                 raise CopyDiffers(
@@ -133,8 +135,8 @@ class PartitionCopy:
         self.progress += len(found)
         while len(self._recent) > _RECENT:
             del self._recent[next(iter(self._recent))]
-        if self.behind_last is not None and last >= 0:
-            self.marks.append((last + 1, self.behind_last))
+        if self.found_end is not None and last >= 0:
+            self.pairs.append((last + 1, self.found_end))
         return True
 
     def _is_found(self, end: int) -> bool:
@@ -171,5 +173,5 @@ class PartitionCopy:
             text = f"{self._name}: retention has removed offset {offset} from the copy before it was compared"
             raise CopyDiffers(text, GIVE_UP) from error
         if batch is not None:
-            require_whole(batch, offset, is_dense=self._target.features.contiguous_offsets)
+            require_whole(batch, offset, is_contiguous=self._target.features.contiguous_offsets)
         return batch
