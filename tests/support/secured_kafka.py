@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from services.core.jvm.jars import KAFKA_SERVER, jar_set
+from services.core.jvm.java import find_java
 from services.core.jvm.kafka import FAST_START, KafkaCluster
 from spark.jvm.classes import compiled_jar
 from tests.support.authority import Authority
@@ -140,6 +141,15 @@ class SecuredKafka:
         sign = ["openssl", "dgst", "-sha256", "-sign", str(self._signer)]
         signature = subprocess.run(sign, input=signed, check=True, capture_output=True).stdout
         return b".".join((signed, base64.urlsafe_b64encode(signature).rstrip(b"="))).decode()
+
+    def rotate(self, user: str) -> None:
+        """Give a user another password for SCRAM-SHA-512. The files of clients have the former one. Blocking: seconds."""
+        self.passwords[user] = secrets.token_hex(12)
+        options = ["-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", ":".join(map(str, jar_set(KAFKA_SERVER)))]
+        command = [str(find_java().executable), *options, "kafka.admin.ConfigCommand", "--bootstrap-server"]
+        command += [self.cluster.bootstrap, "--alter", "--entity-type", "users", "--entity-name", user]
+        command += ["--add-config", f"SCRAM-SHA-512=[password={self.passwords[user]}]"]
+        subprocess.run(command, check=True, capture_output=True, timeout=START_S)
 
     def address(self, listener: str, host: str = "127.0.0.1") -> str:
         """host:port of a listener."""
