@@ -240,8 +240,11 @@ async def _open_control(
     Raises BadConfiguration and DataDamaged.
     """
     stopping = supervision.stopping
-    rights = rights_of("transform", await asyncio.to_thread(load_pipe_file, settings.pipes))
-    opened = await open_when_reachable(stack, settings.broker, stopping, rights=rights, on_wait=health.record_waiting)
+    pipes = await asyncio.to_thread(load_pipe_file, settings.pipes)
+    rights = rights_of("transform", pipes)
+    opened = await open_when_reachable(
+        stack, settings.broker, stopping, rights=rights, on_wait=health.record_waiting, pipes=pipes, own_only=True
+    )
     if opened is None:
         return None
     pauses = Pauses(opened.reader)
