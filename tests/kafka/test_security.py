@@ -9,7 +9,7 @@ import re
 import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ from services.core.broker.kafka.broker import open_kafka
 from services.core.broker.kafka.cluster import Timing
 from services.core.broker.record import Record, TopicPartition
 from services.core.kafka_security import load_security
-from tests.integration.fleet_process import REPOSITORY, Desk
+from tests.faults.fleet import Service
+from tests.integration.fleet_process import REPOSITORY, Desk, until
 from tests.support.kafka import unique_name
-from tests.support.secured_kafka import OPERATOR, REGION, START_S, SecuredKafka
+from tests.support.secured_kafka import BRIEF_S, OPERATOR, REGION, ROTATED, START_S, SecuredKafka
 
 pytestmark = pytest.mark.kafka
+_HERE = ("--allow-networks", "127.0.0.0/8")
 _NO_TIME_OUT = Timing(request=3600.0)
 """Whatever ends soon with these limits was ended by an answer of the cluster."""
 
@@ -157,6 +159,31 @@ async def test_a_rotated_password_is_used_without_a_restart(kafka: SecuredKafka,
     async with asyncio.timeout(300):
         while await _refusal(kafka.url("scram", path)):
             await asyncio.sleep(0.2)
+
+
+async def test_services_use_a_rotated_password_without_a_restart(kafka: SecuredKafka, tmp_path: Path) -> None:
+    """Broken: who rotates a password must restart each service before its connections end, or no event passes any more."""
+    desk, path = Desk(tmp_path), kafka.write(tmp_path / "own", user=ROTATED)
+    desk.write_pipes()
+    made = await desk.run("apply", "-f", "pipes.yaml", "--broker", kafka.url("scram", path), *_HERE)
+    assert made.process.returncode == 0, made.out + made.err
+    shared = ("--broker", kafka.url("brief", path), "--pipes", str(tmp_path / "pipes.yaml"))
+    ingest = Service("ingest", "services.ingest", (*shared, "--listen", f"127.0.0.1:{desk.ingest_port}"), tmp_path)
+    expel = Service("expel", "services.expel", (*shared, *_HERE), tmp_path)
+    async with desk.receive(), AsyncExitStack() as running:
+        for one in (ingest, expel):
+            await one.start()
+            running.push_async_callback(one.kill)
+        await ingest.wait_ready()
+        for turn in range(3):
+            sent = await desk.send(desk.write_events(10 * (turn + 1)))
+            assert sent.process.returncode == 0, sent.out + sent.err
+            await until(lambda: len(desk.ids) == 10 * (turn + 1), "all events are delivered")  # noqa: B023
+            if turn == 0:
+                await asyncio.to_thread(kafka.rotate, ROTATED)
+                (path.parent / "password").write_text(kafka.passwords[ROTATED])
+            await asyncio.sleep(BRIEF_S)  # the logins of before end
+        assert (ingest.is_running, expel.is_running, ingest.starts, expel.starts) == (True, True, 1, 1)
 
 
 async def test_credentials_that_expire_in_mid_flight(kafka: SecuredKafka, tmp_path: Path) -> None:

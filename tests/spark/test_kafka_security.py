@@ -33,7 +33,7 @@ from tests.spark.broker_pipeline import BrokerPipeline
 from tests.spark.test_kafka import COLUMNS, flight
 from tests.support.authority import Authority
 from tests.support.kafka import unique_name
-from tests.support.secured_kafka import BRIEF_S, OPERATOR, REGION, SecuredKafka
+from tests.support.secured_kafka import BRIEF_S, OPERATOR, REGION, ROTATED, SecuredKafka
 
 pytestmark = pytest.mark.kafka
 
@@ -185,14 +185,14 @@ def test_what_java_gets(spark: Any, tmp_path: Path) -> None:
 def test_a_password_is_rotated_while_a_transform_runs(spark: SparkSession, kafka: SecuredKafka, tmp_path: Path) -> None:
     """If this fails, a transform must be restarted before the cluster forgets its old password: the clients that Spark keeps, in
     tasks and in the driver, log in with the one of their start."""
-    path = kafka.write(tmp_path / "own")
+    path = kafka.write(tmp_path / "own", user=ROTATED)
     with BrokerPipeline(spark, kafka.url("scram", path), tmp_path, partitions=1) as pipeline:
         broker = pipeline.broker = KafkaSparkBroker(kafka.address("brief"), security=path)
         pipeline.send([flight(n) for n in range(1, 6)])
         pipeline.start(pipeline.chosen(columns=COLUMNS, sql="SELECT event, 100 / delay AS share FROM {s}"))
         pipeline.records("out", 5)
-        kafka.rotate(OPERATOR)  # a login between this moment and the next may be refused: the query begins again
-        (path.parent / "password").write_text(kafka.passwords[OPERATOR])
+        kafka.rotate(ROTATED)  # a login between this moment and the next may be refused: the query begins again
+        (path.parent / "password").write_text(kafka.passwords[ROTATED])
         pipeline.send([flight(n) for n in range(10, 15)])
         pipeline.records("out", 10)
         producer, known = broker._producer, len(pipeline.states)

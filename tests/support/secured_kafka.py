@@ -23,6 +23,8 @@ BRIEF_S = 2
 _SASL = "org.apache.kafka.common.security"
 OPERATOR = "operator"
 """A user who may do everything."""
+ROTATED = "rotated"
+"""Another one. Tests give it other passwords."""
 CLIENTS = ("ingest", "expel", "retrier", "observer", "table", "autoscaler", "transform", "deployer")
 """Users without rights; a test gives them some."""
 _LOGINS = ("plain", "scram", "stale", "oauth", "signed", "msk", "brief")
@@ -44,7 +46,7 @@ class SecuredKafka:
         self.ours, self.foreign = Authority(folder / "ours"), Authority(folder / "foreign")
         self.client, self.foreign_client = self.ours.sign("client"), self.foreign.sign("client")
         self.expired_client = self.ours.sign("former", -1)
-        self.passwords = {user: secrets.token_hex(12) for user in (OPERATOR, *CLIENTS)}
+        self.passwords = {user: secrets.token_hex(12) for user in (OPERATOR, ROTATED, *CLIENTS)}
         scram = [
             f"SCRAM-SHA-{size}=[name={user},password={password}]"
             for user, password in self.passwords.items()
@@ -89,7 +91,7 @@ class SecuredKafka:
             "listener.name.plain.sasl.enabled.mechanisms": "PLAIN",
             "listener.name.plain.plain.sasl.jaas.config": f"{_SASL}.plain.PlainLoginModule required {users};",
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-            "super.users": f"User:ANONYMOUS;User:{OPERATOR};User:CN=client",
+            "super.users": f"User:ANONYMOUS;User:{OPERATOR};User:{ROTATED};User:CN=client",
         }
         for name in ("oauth", "signed", "msk"):
             settings |= self._token_settings(f"listener.name.{name}", name)
