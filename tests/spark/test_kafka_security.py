@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import ssl
 import subprocess
@@ -129,6 +130,12 @@ def test_a_transform_by_tokens(spark: SparkSession, kafka: SecuredKafka, tmp_pat
             pipeline.stop()
         assert pipeline.problem is None
         assert sum("Java" in agent for agent in asked) == 1, "all clients of a Java share a token"
+        (path.parent / "password").write_text("wrong-hunter3")
+        with pytest.raises(
+            Unavailable, match=r"no token from 127\.0\.0\.1:\d+: it answered 401 invalid_client"
+        ) as caught:
+            KafkaSparkBroker(kafka.address("signed"), security=path).stored_ranges(spark, [pipeline.stream])
+        assert "hunter" not in str(caught.value)
         shown = plans_of(spark)
         assert secret not in shown
         assert json.dumps(secret)[1:-1] not in shown
@@ -180,6 +187,26 @@ def test_what_java_gets(spark: Any, tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="openssl pkcs8") as refused:
         ClientLogin(path).properties()
     assert "BEGIN EC" not in str(refused.value)
+
+
+def test_certificates_are_read_again(spark: Any, tmp_path: Path) -> None:
+    """If this fails, a transform goes on with a certificate that has expired, or a file that is half written ends it."""
+    authority = Authority(tmp_path / "ours")
+    own, option = authority.sign("client"), spark._jvm.scala.Option
+    files = spark._jvm.penstock.kafka.TlsFiles(option.apply(str(authority.ca)), option.apply(str(own)), option.empty())
+    first = files.context()
+    assert files.context().equals(first)
+    authority.sign("client")
+    second = files.context()
+    assert not second.equals(first)
+    for damage in (own.read_bytes()[:200], b""):
+        own.write_bytes(damage)
+        assert files.context().equals(second)
+    own.unlink()
+    assert files.context().equals(second)
+    fresh = spark._jvm.penstock.kafka.TlsFiles(option.empty(), option.apply(str(own)), option.empty())
+    with pytest.raises(JAVA_ERRORS, match=re.escape(f"{own} is not on")):
+        fresh.context()
 
 
 def test_a_password_is_rotated_while_a_transform_runs(spark: SparkSession, kafka: SecuredKafka, tmp_path: Path) -> None:
@@ -239,7 +266,8 @@ def test_msk_by_iam(spark: Any, kafka: SecuredKafka, tmp_path: Path, monkeypatch
 
 
 def test_by_certificate_and_not_without(spark: SparkSession, kafka: SecuredKafka, tmp_path: Path) -> None:
-    """If this fails, client certificates do not reach Java; or a wrong one is a time-out, or a secret in an error."""
+    """If this fails, client certificates do not reach Java, it trusts any broker, or a wrong login is a time-out or
+    shows a secret."""
     tls = {"ca": str(kafka.ours.ca), "certificate": str(kafka.client)}
     trusted = f"openssl x509 -in {kafka.ours.ca} -trustout -addtrust serverAuth -out {tmp_path / 'ca'}"
     subprocess.run(trusted.split(), check=True)
@@ -248,6 +276,14 @@ def test_by_certificate_and_not_without(spark: SparkSession, kafka: SecuredKafka
     with BrokerPipeline(spark, kafka.url("tls", path), tmp_path, partitions=2) as pipeline:
         assert [part.end for part in pipeline.broker.stored_ranges(spark, [pipeline.stream])] == [0, 0]
         stream = pipeline.stream
+    foreign = kafka.write(tmp_path / "foreign", tls={"ca": str(kafka.foreign.ca)})
+    right = kafka.write(tmp_path / "right")
+    for address, refused, said in (
+        (kafka.address("scram", "localhost"), right, "matching localhost"),
+        (kafka.address("scram"), foreign, "valid certification path"),
+    ):
+        with pytest.raises(Unavailable, match=said):
+            KafkaSparkBroker(address, security=refused).stored_ranges(spark, [stream])
     wrong = kafka.write(tmp_path / "wrong")
     (wrong.parent / "password").write_text("wrong-hunter2")
     with pytest.raises(Unavailable, match="Authentication failed") as caught:
