@@ -35,7 +35,12 @@ class Login extends AuthenticateCallbackHandler {
 
   /** The token, and when it ends. */
   private def find(): (String, Long) =
-    if (options.contains("region")) MskToken.make(options("region")) else Tokens.get(options, Secret.read(options))
+    if (!options.contains("region")) Tokens.get(options, Secret.read(options))
+    else
+      try MskToken.make(options("region"))
+      catch { // the jars are those of the login at the start
+        case _: NoClassDefFoundError => throw new IOException("AWS's SDK is not loaded. Try: restart the transform")
+      }
 }
 
 /** At the start of a client, when no connection needs a token yet. */
