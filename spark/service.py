@@ -24,7 +24,6 @@ from services.core.pauses import NOT_READ, Pauses
 from services.core.pipes import load_pipes as load_pipe_file
 from services.core.rights import rights_of
 from services.core.startup import open_when_reachable
-from services.core.yaml_source import BadConfiguration, Problem
 from spark.brokers.contract import SparkBroker, open_spark_broker
 from spark.errors import shorten
 from spark.executor_group import ExecutorGroup
@@ -91,7 +90,6 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
             await supervision.stopping.wait()
             return
         broker = open_spark_broker(settings.broker, selected.file)
-        check_place(broker, settings)
         scratch = await run_blocking(lambda: Scratch(settings.data), "scratch")
         show_disk(scratch.folder.parent)
         if "://" not in (checkpoints := settings.checkpoint_root()):
@@ -138,13 +136,6 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
         await run_blocking(scratch.remove, "scratch-remove")  # after a failure the next start removes it
 
 
-def check_place(broker: SparkBroker, settings: TransformSettings) -> None:
-    """Raises BadConfiguration when the broker's tasks cannot run on other machines, and the master has executors there."""
-    if broker.needs_local_master and settings.master_kind() is not MasterKind.LOCAL:
-        text = "Kafka with ?security= needs a local master. Try: --master auto, as in docs/kafka.md"
-        raise BadConfiguration([Problem("--master", "", text)])
-
-
 def _open(
     settings: TransformSettings,
     broker: SparkBroker,
@@ -157,6 +148,8 @@ def _open(
         master=settings.master,
         memory=settings.memory,
         kafka=broker.needs_kafka_jars,
+        kafka_login=broker.needs_kafka_login,
+        aws=broker.needs_aws_jars,
         databases=selected.needs_databases,
         scratch=scratch,
         cluster=cluster_of(settings),
@@ -247,8 +240,11 @@ async def _open_control(
     Raises BadConfiguration and DataDamaged.
     """
     stopping = supervision.stopping
-    rights = rights_of("transform", await asyncio.to_thread(load_pipe_file, settings.pipes))
-    opened = await open_when_reachable(stack, settings.broker, stopping, rights=rights, on_wait=health.record_waiting)
+    pipes = await asyncio.to_thread(load_pipe_file, settings.pipes)
+    rights = rights_of("transform", pipes)
+    opened = await open_when_reachable(
+        stack, settings.broker, stopping, rights=rights, on_wait=health.record_waiting, pipes=pipes, own_only=True
+    )
     if opened is None:
         return None
     pauses = Pauses(opened.reader)

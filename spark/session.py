@@ -15,7 +15,7 @@ from services.core.jvm.jars import DATABASES, SPARK_KAFKA, SPARK_S3, jar_set
 from services.core.jvm.java import NO_PERF_FILE, archive_name, archive_options, java_env
 from spark.executor_pod import write_template
 from spark.java import clear_active_session, set_active_session, ship_python
-from spark.jvm.classes import EXTENSIONS, classes_jar
+from spark.jvm.classes import EXTENSIONS, classes_jar, kafka_login_jar
 from spark.master import PACKAGES, DriverAddress, Executors, MasterKind, cluster_settings, kind_of, write_code
 from spark.object_store import ObjectStore, store_settings
 from spark.sources.source import BrokerSource
@@ -94,6 +94,8 @@ def open_session(
     master: str,
     memory: int,
     kafka: bool,
+    kafka_login: bool = False,
+    aws: bool = False,
     databases: bool = False,
     scratch: Path,
     cluster: Cluster | None = None,
@@ -104,9 +106,9 @@ def open_session(
     archive_to: Path | None = None,
     on_phase: Callable[[str], object] = lambda _: None,
 ) -> SparkSession:
-    """Start Java and Spark: seconds. Blocking. kafka: with the connector's jars, databases: with drivers of
-    databases; jars may have to be fetched. The first
-    start on a machine compiles our classes, too.
+    """Start Java and Spark: seconds. Blocking. kafka: with the connector's jars, kafka_login: with our classes for its login,
+    aws: with AWS's SDK, databases: with drivers of databases; jars may have to be fetched. The first start on a machine compiles
+    our classes, too.
 
     scratch: an existing folder for all temporary files of Java, of Spark and of its Python workers. cluster: None for a local
     master. parallelism: the partitions of a shuffle; None: one for each task slot. ui: host:port of Spark's web pages; empty:
@@ -156,7 +158,8 @@ def open_session(
         builder = builder.config("spark.default.parallelism", str(parallelism))
     on_phase("jars are fetched or verified")
     jars = [classes_jar(), *(jar_set(SPARK_KAFKA) if kafka else [])]
-    jars += [] if store is None else jar_set(SPARK_S3)
+    jars += [kafka_login_jar()] if kafka_login else []
+    jars += jar_set(SPARK_S3) if aws or store is not None else []
     jars += jar_set(DATABASES) if databases else []
     builder = builder.config("spark.jars", ",".join(map(str, jars)))
     on_phase("Java and Spark start")

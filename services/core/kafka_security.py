@@ -108,13 +108,15 @@ class KafkaSecurity(StrictModel):
 @dataclass(frozen=True, slots=True, repr=False)
 class Login:
     """What one connection needs. digest: of all that was read. password: or our secret at the token server; "" without one.
-    context: None without TLS. token_context: for the token server, when it has files of its own."""
+    context: None without TLS. token_context: for the token server, when it has files of its own. until: when our certificate
+    ends, in seconds since the epoch; None without one, and when it is not known."""
 
     security: KafkaSecurity
     password: str
     context: ssl.SSLContext | None
     digest: bytes
     token_context: ssl.SSLContext | None = None
+    until: float | None = None
 
     def __repr__(self) -> str:
         return "Login(***)"
@@ -155,7 +157,8 @@ def read_login(path: Path, environ: Mapping[str, str], known: Login | None = Non
         if known is not None and known.digest == digest:
             return known
         token_context = None if token_tls is None else read_tls(token_tls, folder)[1]
-        return Login(security, password, _context_of(security, folder), digest, token_context)
+        until = None if security.files is None else expiries_of(security.files, folder).get("certificate")
+        return Login(security, password, _context_of(security, folder), digest, token_context, until)
     except (BadConfiguration, BadCredential) as error:
         raise UnusableSecurity(str(error)) from None
 

@@ -4,17 +4,16 @@ The request is a GET of `kafka-cluster:Connect` at an address of the region. It 
 in the query) and the time until which it counts, and the cluster checks them. The token is that URL in base64, without padding.
 
 The credentials are those of AWS's SDK: variables, files, a role of the machine, the container or the pod. A token is made for
-each connection: signing takes a millisecond, and the SDK keeps credentials until shortly before they end. The module is outside
-of the Kafka package because that imports no AWS SDK.
+each connection: signing takes a millisecond. Credentials that end are kept until shortly before that; those of a file are read
+again for each token, because the file may have changed. The module is outside of the Kafka package because that imports no AWS
+SDK.
 """
 
 import base64
-from functools import cache
-from typing import Any
 
 from botocore.auth import SigV4QueryAuth
 from botocore.awsrequest import AWSRequest
-from botocore.credentials import ReadOnlyCredentials
+from botocore.credentials import Credentials, ReadOnlyCredentials, RefreshableCredentials
 from botocore.exceptions import BotoCoreError
 from botocore.session import Session
 
@@ -26,10 +25,18 @@ class NoAwsCredentials(Exception):
     """The text is for a person, and shows no secret."""
 
 
-@cache
-def _credentials() -> Any:
-    """Those of this process, which botocore renews by itself; None when there are none."""
-    return Session().get_credentials()
+_lasting: Credentials | None = None
+"""Credentials of this process that the SDK renews by itself."""
+
+
+def _credentials() -> Credentials | None:
+    global _lasting
+    if _lasting is None:
+        found = Session().get_credentials()
+        if not isinstance(found, RefreshableCredentials):
+            return found
+        _lasting = found
+    return _lasting
 
 
 def make_token(region: str) -> str:
@@ -37,7 +44,6 @@ def make_token(region: str) -> str:
     try:
         found = _credentials()
         if found is None:
-            _credentials.cache_clear()
             raise NoAwsCredentials(
                 "there are no AWS credentials. Try: a role for this machine, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             )

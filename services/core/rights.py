@@ -73,6 +73,7 @@ _NEEDED: dict[Service, tuple[tuple[str, Kind, str], ...]] = {
     "command line": (
         ("Create Read Write Alter DescribeConfigs", "topic", "EVERY"),
         ("Read", "topic", "SOURCE-OF-OTHERS"),
+        ("Describe", "topic", "TARGET-OF-OTHERS"),
         ("Create Read Write DescribeConfigs", "topic", "penstock.groups"),
         ("Read", "group", "PIPE.DESTINATION"),
         ("Read", "group", "penstock.retrier"),

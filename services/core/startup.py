@@ -13,7 +13,7 @@ from services.core.broker.connect import BadBrokerUrl
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, DataDamaged
 from services.core.broker.rights import Right, require_rights
-from services.core.fleet_broker import open_fleet_broker
+from services.core.fleet_broker import open_fleet_broker, open_own_broker
 from services.core.pipes import PipeFile
 from services.core.provision import require_safe_topics
 from services.core.yaml_source import BadConfiguration, Problem
@@ -54,18 +54,21 @@ async def open_when_reachable(
     rights: Sequence[Right] = (),
     on_wait: Callable[[str], None] = lambda _reason: None,
     pipes: PipeFile | None = None,
+    own_only: bool = False,
 ) -> Broker | None:
     """The broker, as soon as it is reachable; `stack` closes it. None when `stopping` is set first.
 
     topics: for `require_safe_topics`. rights: it waits until our user has them. on_wait: called with the reason for waiting.
-    pipes: of a service that reads or writes streams. Raises BadConfiguration and DataDamaged: waiting does not help.
+    pipes: of a service that reads or writes streams; own_only: those on the fleet's own broker. Raises BadConfiguration and
+    DataDamaged: waiting does not help.
     """
     retry = Backoff(_BASE_WAIT, _MAX_WAIT)
     told: type[BrokerError] | None = None
     while not stopping.is_set():
         try:
             async with AsyncExitStack() as attempt:
-                broker = await attempt.enter_async_context(open_fleet_broker(url, pipes))
+                opening = open_own_broker(url, pipes) if own_only and pipes else open_fleet_broker(url, pipes)
+                broker = await attempt.enter_async_context(opening)
                 await require_rights(broker, rights)
                 await require_safe_topics(broker.admin, topics)
                 stack.push_async_exit(attempt.pop_all())

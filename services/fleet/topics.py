@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from services.core.audit import GROW, Entry
 from services.core.broker.connect import BadBrokerUrl, prefix_of
 from services.core.broker.contract import Broker
-from services.core.broker.errors import BrokerError, GroupHasMembers, UnsafeTopic
+from services.core.broker.errors import AccessRefused, BrokerError, GroupHasMembers, UnsafeTopic
 from services.core.broker.producer import Producer
 from services.core.fleet_broker import open_fleet_broker
 from services.core.pauses import carry_pauses
@@ -324,6 +324,8 @@ async def _patiently(broker: str, pipes: PipeFile, work: Callable[[Broker], Awai
             raise CommandFailed(str(error)) from error
         except UnsafeTopic as error:
             raise CommandFailed(str(error), status=2) from error
+        except AccessRefused as error:  # to try again helps nobody, and sends a wrong password again
+            raise CommandFailed(f"the topics could not be created on {broker}: {error}") from error
         except BrokerError as error:
             if not error.retriable or time.monotonic() > deadline:
                 if isinstance(error, GroupHasMembers):

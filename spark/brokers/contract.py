@@ -130,8 +130,10 @@ class SparkBroker(ABC):
 
     max_record_bytes: int
     needs_kafka_jars: bool = False
-    needs_local_master: bool = False
-    """Whether tasks must run on this machine: they read files of this process."""
+    needs_kafka_login: bool = False
+    """Whether Kafka's clients in Java need our classes for a login."""
+    needs_aws_jars: bool = False
+    """Whether they need AWS's SDK for it."""
     real_time: bool = False
     """Whether Spark's real-time mode can read it."""
 

@@ -31,7 +31,7 @@ from spark.brokers.contract import (
     try_in_tasks,
 )
 from spark.brokers.existing import ReadTopic, run_of, translate
-from spark.brokers.kafka_login import ClientLogin
+from spark.brokers.kafka_login import ClientLogin, needs_aws
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, jvm
 from spark.records import (
@@ -82,7 +82,8 @@ _PRODUCER = {
 
 class KafkaSparkBroker(SparkBroker):
     """The cluster behind these bootstrap servers. prefix: of the fleet's names there, as in `services.core.broker.prefix`.
-    security: the file with TLS and the login; each query and each client that begins reads it again. others: the streams whose
+    security: the file with TLS and the login; each query and each client that begins reads it again, and each new connection the
+    secrets that it names. others: the streams whose
     topics are others', by name.
 
     Checkpoints have the cluster's names.
@@ -105,7 +106,8 @@ class KafkaSparkBroker(SparkBroker):
         self._fleets = {stream.topic: name for name, stream in self._others.items()}
         self._runs: dict[str, str] = {}
         """The streams of topics of others, by the beginning of their incarnations; of those that a query reads."""
-        self.needs_local_master = security is not None
+        self.needs_kafka_login = security is not None
+        self.needs_aws_jars = security is not None and needs_aws(security)
         self._opening = threading.Lock()
         self._producer: Any = None
         self._close_within: Any = None
@@ -242,7 +244,6 @@ class KafkaSparkBroker(SparkBroker):
 
     def close(self) -> None:
         self._discard(self._producer)
-        self._login.close()
 
     def _discard(self, producer: Any) -> None:
         """Close it. Pipes that still wait for its answers get an error then, and append again with the next one."""

@@ -1,4 +1,5 @@
-"""Our own classes for Spark's Java: the Scala files beside this one, as one jar that is compiled once on each machine.
+"""Our own classes for Spark's Java: the Scala files beside this one, as one jar that is compiled once on each machine. Those in
+`kafka/`, the login of Kafka's clients, are another jar: they need the jars of the connector and of AWS's SDK.
 
 The compiler is the one in pyspark's jars: of the version that Spark was built with, without a download, and content with a JRE.
 The jar is among the fetched ones ($PENSTOCK_JARS or ~/.cache/penstock/jars). Its name has a digest of the sources and of all that
@@ -17,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from services.core.jvm.jars import JarsUnavailable, cache_folder
+from services.core.jvm.jars import SPARK_KAFKA, SPARK_S3, JarsUnavailable, cache_folder, jar_set
 from services.core.jvm.java import NO_PERF_FILE, find_java
 
 EXTENSIONS = "penstock.Functions"
@@ -36,6 +37,12 @@ def classes_jar() -> Path:
     Raises JavaNotFound, JarsUnavailable, OSError.
     """
     return compiled_jar("penstock-classes", sorted(_SOURCES.glob("*.scala")))
+
+
+def kafka_login_jar() -> Path:
+    """The jar of the login of Kafka's clients. Blocks and raises as `classes_jar`, and fetches the jars that it needs."""
+    beside = (*jar_set(SPARK_KAFKA), *jar_set(SPARK_S3))
+    return compiled_jar("penstock-kafka-login", sorted((_SOURCES / "kafka").glob("*.scala")), beside=beside)
 
 
 def compiled_jar(name: str, sources: list[Path], *, beside: tuple[Path, ...] = ()) -> Path:
@@ -98,4 +105,4 @@ def pyspark_jars() -> Path:
 
 
 if __name__ == "__main__":
-    print(classes_jar())
+    print(classes_jar(), kafka_login_jar(), sep="\n")

@@ -16,6 +16,7 @@ from services.core.broker.reading import read_topic
 from services.core.broker.record import Record
 from services.core.jvm.kafka import KafkaCluster
 from tests.contract.traffic import append, until_async
+from tests.integration.fleet_process import Desk
 from tests.support.kafka import make_topic, unique_name
 from tests.upgrade.release import environ_of
 
@@ -80,14 +81,22 @@ async def test_a_clock_that_is_behind_deletes_nothing(cleaning: KafkaCluster) ->
         await until_async(is_measured, "the lag says when the oldest event was stored")
 
 
-async def test_a_topic_of_an_earlier_version_is_altered(cleaning: KafkaCluster) -> None:
-    """If it fails, what docs/upgrading.md says about existing topics loses the times of events."""
+async def test_a_topic_of_an_earlier_version_is_altered(cleaning: KafkaCluster, tmp_path: Path) -> None:
+    """If it fails, the command of docs/upgrading.md alters nothing, or another setting, or loses the times of events."""
     bootstrap, early, late = cleaning.bootstrap, _month_behind(3), _month_behind(2)
     topic = await make_topic(bootstrap, "altered", configs={"retention.ms": "-1"})
     async with open_kafka(bootstrap) as broker:
         await append(broker, topic, early)
         assert await broker.admin.kept_by_event_time([topic]) == {topic}
-        await broker.admin.keep_by_storing([topic])
+        (tmp_path / "pipes.yaml").write_text(f"streams: {{{topic}: {{id: id, partitions: 1}}}}\npipes: {{}}\n")
+        where = "-f", "pipes.yaml", "--broker", f"kafka://{bootstrap}"
+        before = await Desk(tmp_path).run("apply", *where)
+        assert before.process.returncode == 0, before.out + before.err
+        assert f"{topic}: Kafka counts its retention from the clients' clocks" in before.err.replace("\n", " ")
+        assert await broker.admin.kept_by_event_time([topic]) == {topic}, "only when it is asked for"
+        done = await Desk(tmp_path).run("apply", *where, "--log-append-time")
+        assert done.process.returncode == 0, done.out + done.err
+        assert f"altered        {topic}" in done.out
         assert await broker.admin.kept_by_event_time([topic]) == frozenset()
         await append(broker, topic, late)
         assert await _stored(broker, topic) == [*early, *late]

@@ -36,6 +36,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
             master="local[2]",
             memory=1 << 30,
             kafka=True,
+            kafka_login=True,
             databases=True,
             scratch=scratch,
             store=store,

@@ -1,8 +1,9 @@
 """The transform service on a Spark standalone cluster: a master and two workers, each a process of its own, and a real Kafka."""
 
 import asyncio
+import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.spark.broker_pipeline import BrokerPipeline
 from tests.spark.log_pipeline import event, numbers, wait_for
 from tests.spark.service_process import ServiceProcess
 from tests.support.object_store import BUCKET, ObjectStoreServer
+from tests.support.secured_kafka import OPERATOR, SecuredKafka
 from tests.support.spark_cluster import SparkCluster
 
 pytestmark = [pytest.mark.kafka, pytest.mark.spark]
@@ -81,11 +83,38 @@ def on(cluster: SparkCluster) -> list[str]:
     return ["--master", cluster.url, *driver, *executors, "--memory", "512MiB"]
 
 
+@pytest.fixture
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredKafka]:
+    with SecuredKafka(tmp_path_factory.mktemp("secured")) as kafka:
+        yield kafka
+
+
 def test_pipe_on_two_workers(
-    pipeline: BrokerPipeline, spark_cluster: SparkCluster, s3: ObjectStoreServer, tmp_path: Path
+    secured: SecuredKafka,
+    spark_cluster: SparkCluster,
+    s3: ObjectStoreServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If this fails, a pipe does not run on a cluster: its executors lack the connector, our packages or the operator's own
-    module; or they cannot read a table, or keep state, in an object store; or the ledger does not have what they did."""
+    """If this fails, a pipe does not run on a cluster: its executors lack the connector, our packages, the login at Kafka or the
+    operator's own module; or they cannot read a table, or keep state, in an object store; or the ledger does not have what they
+    did; or nobody learns that a secret is not on their hosts."""
+    monkeypatch.setenv("OF_DRIVER", secured.passwords[OPERATOR])
+    path = secured.write(tmp_path / "login")
+    security = path.read_text()
+    no_session: Any = None
+    with BrokerPipeline(no_session, secured.url("scram", path), tmp_path, partitions=4) as pipeline:
+        path.write_text(security.replace('{"file": "password"}', '{"env": "OF_DRIVER"}'))
+        _run_on_two_workers(pipeline, spark_cluster, s3, tmp_path, lambda: path.write_text(security))
+
+
+def _run_on_two_workers(
+    pipeline: BrokerPipeline,
+    spark_cluster: SparkCluster,
+    s3: ObjectStoreServer,
+    tmp_path: Path,
+    give_secret: Callable[[], object],
+) -> None:
     (tmp_path / "own.py").write_text(_MODULE)
     names = tmp_path / "names.parquet"
     write_table(pa.table({"n": pa.array(range(400), pa.int32()), "name": [f"name {n}" for n in range(400)]}), names)
@@ -97,6 +126,9 @@ def test_pipe_on_two_workers(
     options += ["--s3-path-style", "--s3-region", REGION]
     with ServiceProcess(tmp_path, pipeline.url, *on(spark_cluster), *options) as service:
         process = service.start()
+        lacking = f"the variable OF_DRIVER is not on {socket.gethostname()}. Try: the same files"
+        wait_for(lambda: lacking in service.output.read_text(), "the executors say what they lack")
+        give_secret()
         pipeline.records("out", 200)
         send(pipeline, 0, 200)
         send(pipeline, 200, 400)

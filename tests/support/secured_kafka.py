@@ -9,22 +9,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from services.core.jvm.jars import KAFKA_SERVER, jar_set
+from services.core.jvm.java import find_java
 from services.core.jvm.kafka import FAST_START, KafkaCluster
+from spark.jvm.classes import compiled_jar
 from tests.support.authority import Authority
 from tests.support.ports import free_port
 
 START_S = 600.0
+REGION = "eu-west-1"
+BRIEF_S = 2
+"""The longest life of a connection of the listener `brief` without a new login."""
 _SASL = "org.apache.kafka.common.security"
 OPERATOR = "operator"
 """A user who may do everything."""
+ROTATED = "rotated"
+"""Another one. Tests give it other passwords."""
 CLIENTS = ("ingest", "expel", "retrier", "observer", "table", "autoscaler", "transform", "deployer")
 """Users without rights; a test gives them some."""
+_LOGINS = ("plain", "scram", "stale", "oauth", "signed", "msk", "brief")
+"""The listeners with a login."""
+_MSK_TOKENS = Path(__file__).with_name("MskTokens.scala")
 
 
 class SecuredKafka:
     """listeners: `tls` (wants a client certificate), `plain`, `scram`, `stale` (its certificate has expired; SCRAM), `oauth`: it
-    takes tokens without a signature, and ends connections soon after their token has expired; and `signed`: it takes those of
-    `sign_token`, because Java's client wants a signature.
+    takes tokens without a signature, and ends connections soon after their token has expired; `signed`: it takes those of
+    `sign_token`, because Java's client wants a signature; `msk`: as `oauth`, with tokens that are signed by AWS's keys
+    `aws_keys`, in REGION; and `brief`: as `scram`, and it wants a new login on each connection every BRIEF_S.
 
     Certificates are for the address 127.0.0.1, not for the name localhost. passwords: by user. A context manager that blocks.
     """
@@ -33,7 +45,8 @@ class SecuredKafka:
         self.folder = folder
         self.ours, self.foreign = Authority(folder / "ours"), Authority(folder / "foreign")
         self.client, self.foreign_client = self.ours.sign("client"), self.foreign.sign("client")
-        self.passwords = {user: secrets.token_hex(12) for user in (OPERATOR, *CLIENTS)}
+        self.expired_client = self.ours.sign("former", -1)
+        self.passwords = {user: secrets.token_hex(12) for user in (OPERATOR, ROTATED, *CLIENTS)}
         scram = [
             f"SCRAM-SHA-{size}=[name={user},password={password}]"
             for user, password in self.passwords.items()
@@ -43,10 +56,16 @@ class SecuredKafka:
         self._signer = folder / "signer.key"
         keys = self._write_keys().as_uri()
         allowed = f"-Dorg.apache.kafka.sasl.oauthbearer.allowed.urls={keys}"
+        self.aws_keys = {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": secrets.token_hex(20)}
+        kafka = tuple(jar for jar in jar_set(KAFKA_SERVER) if jar.name.startswith("kafka-clients"))
         self.cluster = KafkaCluster(
-            folder / "kafka", brokers=1, format_options=options, java_options=(*FAST_START, allowed)
+            folder / "kafka",
+            brokers=1,
+            format_options=options,
+            java_options=(*FAST_START, allowed),
+            more_jars=[compiled_jar("penstock-msk-tokens", [_MSK_TOKENS], beside=kafka)],
         )
-        self.ports = {name: free_port() for name in ("tls", "plain", "scram", "stale", "oauth", "signed")}
+        self.ports = {name: free_port() for name in ("tls", *_LOGINS)}
         self._keys = keys
         self.cluster.settings.update(self._settings())
 
@@ -59,8 +78,9 @@ class SecuredKafka:
         settings = {
             "listeners": f"{advertised},CONTROLLER://127.0.0.1:{node.controller_port}",
             "advertised.listeners": advertised,
-            "listener.security.protocol.map": "BROKER:PLAINTEXT,CONTROLLER:PLAINTEXT,TLS:SSL,PLAIN:SASL_SSL,SCRAM:SASL_SSL,"
-            "STALE:SASL_SSL,OAUTH:SASL_SSL,SIGNED:SASL_SSL",
+            "listener.security.protocol.map": ",".join(
+                ("BROKER:PLAINTEXT", "CONTROLLER:PLAINTEXT", "TLS:SSL", *(f"{one.upper()}:SASL_SSL" for one in _LOGINS))
+            ),
             "ssl.keystore.type": "PEM",
             "ssl.truststore.type": "PEM",
             "ssl.keystore.location": str(good),
@@ -70,24 +90,37 @@ class SecuredKafka:
             "listener.name.stale.ssl.keystore.location": str(stale),
             "listener.name.plain.sasl.enabled.mechanisms": "PLAIN",
             "listener.name.plain.plain.sasl.jaas.config": f"{_SASL}.plain.PlainLoginModule required {users};",
-            "listener.name.oauth.sasl.enabled.mechanisms": "OAUTHBEARER",
-            "listener.name.oauth.oauthbearer.sasl.jaas.config": f"{_SASL}.oauthbearer.OAuthBearerLoginModule required "
-            'unsecuredLoginStringClaim_sub="broker";',
-            "listener.name.oauth.oauthbearer.connections.max.reauth.ms": "60000",
-            "listener.name.signed.sasl.enabled.mechanisms": "OAUTHBEARER",
-            "listener.name.signed.oauthbearer.sasl.jaas.config": f"{_SASL}.oauthbearer.OAuthBearerLoginModule required "
-            'unsecuredLoginStringClaim_sub="broker";',
-            "listener.name.signed.oauthbearer.sasl.server.callback.handler.class": f"{_SASL}.oauthbearer."
-            "OAuthBearerValidatorCallbackHandler",
-            "listener.name.signed.oauthbearer.sasl.oauthbearer.jwks.endpoint.url": self._keys,
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-            "super.users": f"User:ANONYMOUS;User:{OPERATOR};User:CN=client",
+            "super.users": f"User:ANONYMOUS;User:{OPERATOR};User:{ROTATED};User:CN=client",
         }
-        for name in ("scram", "stale"):
+        for name in ("oauth", "signed", "msk"):
+            settings |= self._token_settings(f"listener.name.{name}", name)
+        for name in ("scram", "stale", "brief"):
             settings[f"listener.name.{name}.sasl.enabled.mechanisms"] = "SCRAM-SHA-256,SCRAM-SHA-512"
             for size in (256, 512):
                 module = f"{_SASL}.scram.ScramLoginModule required;"
                 settings[f"listener.name.{name}.scram-sha-{size}.sasl.jaas.config"] = module
+                if name == "brief":
+                    settings[f"listener.name.{name}.scram-sha-{size}.connections.max.reauth.ms"] = str(BRIEF_S * 1000)
+        return settings
+
+    def _token_settings(self, listener: str, kind: str) -> dict[str, str]:
+        own, module = f"{listener}.oauthbearer", f"{_SASL}.oauthbearer.OAuthBearerLoginModule required"
+        settings = {
+            f"{listener}.sasl.enabled.mechanisms": "OAUTHBEARER",
+            f"{own}.sasl.jaas.config": f'{module} unsecuredLoginStringClaim_sub="broker";',
+            f"{own}.connections.max.reauth.ms": "60000",
+        }
+        handler = f"{own}.sasl.server.callback.handler.class"
+        if kind == "signed":
+            settings[handler] = f"{_SASL}.oauthbearer.OAuthBearerValidatorCallbackHandler"
+            settings[f"{own}.sasl.oauthbearer.jwks.endpoint.url"] = self._keys
+        elif kind == "msk":
+            known = {"id": self.aws_keys["AWS_ACCESS_KEY_ID"], "secret": self.aws_keys["AWS_SECRET_ACCESS_KEY"]}
+            known |= {"region": REGION, "principal": OPERATOR}
+            words = " ".join(f'{name}="{value}"' for name, value in known.items())
+            settings[f"{own}.sasl.jaas.config"] = f'{module} unsecuredLoginStringClaim_sub="broker" {words};'
+            settings[handler] = "penstock.msk.MskTokens"
         return settings
 
     def _write_keys(self) -> Path:
@@ -110,6 +143,15 @@ class SecuredKafka:
         sign = ["openssl", "dgst", "-sha256", "-sign", str(self._signer)]
         signature = subprocess.run(sign, input=signed, check=True, capture_output=True).stdout
         return b".".join((signed, base64.urlsafe_b64encode(signature).rstrip(b"="))).decode()
+
+    def rotate(self, user: str) -> None:
+        """Give a user another password for SCRAM-SHA-512. The files of clients have the former one. Blocking: seconds."""
+        self.passwords[user] = secrets.token_hex(12)
+        options = ["-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", ":".join(map(str, jar_set(KAFKA_SERVER)))]
+        command = [str(find_java().executable), *options, "kafka.admin.ConfigCommand", "--bootstrap-server"]
+        command += [self.cluster.bootstrap, "--alter", "--entity-type", "users", "--entity-name", user]
+        command += ["--add-config", f"SCRAM-SHA-512=[password={self.passwords[user]}]"]
+        subprocess.run(command, check=True, capture_output=True, timeout=START_S)
 
     def address(self, listener: str, host: str = "127.0.0.1") -> str:
         """host:port of a listener."""

@@ -43,7 +43,7 @@ class KafkaCluster:
 
     With three brokers topics have three replicas, of which two must have a record (RF 3, min ISR 2). Topics are never
     created by accident. `settings` are server properties; they override those of `server_properties`. `format_options`: of the
-    tool that formats a new node, e.g. for its first users.
+    tool that formats a new node, e.g. for its first users. `more_jars`: with classes that the settings name.
 
     Every method blocks (use asyncio.to_thread); one thread at a time may call one. The processes die with this one, even
     if it is killed. A context manager.
@@ -58,12 +58,15 @@ class KafkaCluster:
         settings: Mapping[str, str] | None = None,
         java_options: Sequence[str] = FAST_START,
         format_options: Sequence[str] = (),
+        more_jars: Sequence[Path] = (),
     ) -> None:
         self.folder = folder.absolute()
         self.settings = dict(settings or {})
         nodes = choose_nodes(brokers)
         options = [f"-Xmx{heap_mb}m", *java_options]
-        self.brokers = {node.node_id: KafkaProcess(node, self.folder, options, format_options) for node in nodes}
+        self.brokers = {
+            node.node_id: KafkaProcess(node, self.folder, options, format_options, more_jars) for node in nodes
+        }
 
     @property
     def bootstrap(self) -> str:
@@ -145,7 +148,12 @@ class KafkaProcess:
     """
 
     def __init__(
-        self, node: Node, folder: Path, java_options: Sequence[str], format_options: Sequence[str] = ()
+        self,
+        node: Node,
+        folder: Path,
+        java_options: Sequence[str],
+        format_options: Sequence[str] = (),
+        more_jars: Sequence[Path] = (),
     ) -> None:
         self._format_options = format_options
         self.node = node
@@ -157,7 +165,7 @@ class KafkaProcess:
         own_files = (NO_PERF_FILE, f"-Djava.io.tmpdir={self.scratch}")  # leaves nothing in /tmp
         archive = archive_options(class_archive(jars)) if jars else []
         java = [str(find_java().executable), *java_options, *archive, *own_files]
-        self._java = [*java, "-cp", ":".join(map(str, jars))]
+        self._java = [*java, "-cp", ":".join(map(str, [*jars, *more_jars]))]
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
 

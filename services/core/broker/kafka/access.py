@@ -22,6 +22,7 @@ from aiokafka import errors as kafka
 from services.core import metrics
 from services.core.broker.kafka.tokens import NoToken, Tokens
 from services.core.kafka_security import Login, UnusableSecurity, read_login, show_certificates
+from services.core.times import format_time
 
 log = structlog.get_logger()
 
@@ -212,6 +213,12 @@ class Access:
             return f"the certificate of Kafka at {where} is not accepted: {error.verify_message}. {remedy}"
         reason = str(error.reason or "no reason is known").lower().replace("_", " ")
         if ("alert" in reason and "certificate" in reason) or "unknown ca" in reason:
+            if login.until is not None and login.until < time.time():
+                ended = format_time(round(login.until * 1000))
+                return (  # a broker in Java does not tell this reason
+                    f"Kafka at {where} does not accept our client certificate: it expired at {ended}. "
+                    f"Try: a new one in the file of tls.certificate in {self._path}, or the clock of this machine"
+                )
             files = login.security.files
             ours = (
                 "our client certificate"
