@@ -53,7 +53,9 @@ def open_with_homes(url: str, pipes: PipeFile) -> AbstractAsyncContextManager[Br
         openings[name] = opening
     streams = {name: stream.home for name, stream in pipes.streams.items()}
     noncontiguous = [name for name, address in pipes.brokers.items() if is_kinesis(address)]
-    return open_over(open_broker(url, existing_topics(pipes, DEFAULT)), openings, streams, target_homes(pipes), noncontiguous)
+    return open_over(
+        open_broker(url, existing_topics(pipes, DEFAULT)), openings, streams, target_homes(pipes), noncontiguous
+    )
 
 
 @asynccontextmanager
