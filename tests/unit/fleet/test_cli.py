@@ -437,7 +437,7 @@ def test_send_of_a_damaged_file(shell: Shell, tmp_path: Path) -> None:
     ("command", "message"),
     [
         ("up --listen {}", "ingest cannot listen on {}: Address already in use"),
-        ("up --management {}", "the supervisor cannot listen on {}: Address already in use"),
+        ("up --management {} --listen 127.0.0.1:{free}", "the supervisor cannot listen on {}: Address already in use"),
         ("listen --port {port}", "cannot listen on {}: Address already in use"),
     ],
 )
@@ -447,7 +447,7 @@ def test_a_taken_port_is_named(shell: Shell, tmp_path: Path, command: str, messa
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         address = f"127.0.0.1:{port}"
-        assert shell.run(*command.format(address, port=port).split()) == 1
+        assert shell.run(*command.format(address, port=port, free=free_port()).split()) == 1
     error, remedy = shell.err.splitlines()
     assert error == f"error: {message.format(address)}"
     assert f"{port + 1}" in remedy
