@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import random
+import re
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,7 +25,8 @@ _EVENTS = msgspec.json.Decoder(list[msgspec.Raw])
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One request. new: events with an id that is new here. texts: the bytes of these in the body, as they were received.
+    """One request. new: events whose id no request of the same pipe had before. texts: the bytes of these in the body, as they
+    were received.
 
     signed: None without a secret; False: the signature was bad.
     authorized: the same for the bearer token. After a bad token the signature is not verified.
@@ -142,7 +144,9 @@ def _parse_event(text: bytes) -> dict[str, Any]:
 
 
 def _identity(event: dict[str, Any], webhook_id: str, index: int) -> str:
-    return str(event["id"]) if "id" in event else f"{webhook_id}/{index}"
+    """An event has the same id in every pipe, and each pipe may deliver something else for it."""
+    pipe = re.match("[^/:]*[/:]", webhook_id)  # expel's are PIPE/HASH and PIPE:ID
+    return f"{'' if pipe is None else pipe[0][:-1]}:{event['id']}" if "id" in event else f"{webhook_id}/{index}"
 
 
 @asynccontextmanager

@@ -122,7 +122,11 @@ def _shown(event: Mapping[str, Any], text: bytes) -> str:
 def _print_lines(received: Received) -> None:
     clock = time.strftime("%H:%M:%S", time.localtime(received.at))
     duplicates = len(received.events) - len(received.new)
-    signed = {True: "signature good", False: "signature bad", None: "signature not checked"}[received.signed]
+    signed = {
+        True: "signature good",
+        False: "signature bad (made with another secret?)",
+        None: "signature not checked",
+    }[received.signed]
     if received.authorized is not None:
         signed = f"token good, {signed}" if received.authorized else "token bad"
     tail = f" and {duplicates} duplicates" if duplicates else ""

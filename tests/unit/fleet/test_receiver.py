@@ -47,6 +47,14 @@ async def test_good_signatures_pass_and_duplicates_are_counted() -> None:
     assert all(one.signed for one in told)
 
 
+async def test_pipes_that_share_an_event_do_not_repeat_each_other() -> None:
+    """Broken: the result of a second pipe is counted as a duplicate, and never printed."""
+    receiver = Receiver()
+    for message in ("raw/h1", "alarms:1", "alarms/h2"):
+        assert await post(receiver, json.dumps(BATCH[:1]).encode(), message=message) == 204
+    assert (receiver.delivered, receiver.duplicates) == (2, 1)
+
+
 async def test_bad_signature_is_refused() -> None:
     """Broken: anybody's request counts as a delivery."""
     other = "whsec_" + base64.b64encode(b"x" * 32).decode()

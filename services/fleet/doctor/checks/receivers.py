@@ -247,7 +247,8 @@ def _evidence(
         for lag in lags.values()
     )
     if behind:
-        yield f"{format_count(behind, 'event')} wait; none is lost"
+        others = "beside those that wait for a later round (penstock status)"
+        yield f"{format_count(behind, 'event')} not settled, {others}; none is lost"
 
 
 def _first(lane: str, reason: str, endpoint: Endpoint | None) -> str:
