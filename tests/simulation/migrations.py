@@ -84,7 +84,10 @@ class MigrationHistory:
         self.received: dict[str, list[int]] = defaultdict(list)
         self._next: dict[str, int] = defaultdict(int)
         self.processes: list[Process] = []
-        self.is_over = self.is_calm = False
+        self.is_over = self.is_calm = self.is_down = False
+        self.goes_down = rng.random() < 0.2
+        """The receiver does not answer from some time on, until the move is complete."""
+        self.complaints: list[str] = []
         self.kills = self.moves = 0
         self.moves_to = NAMES[0]
 
@@ -105,7 +108,7 @@ class MigrationHistory:
                 verdict.complaints.append(f"everything stands still: {error}")
             finally:
                 self.machine.finish(self.processes)
-        verdict.complaints += self.machine.failures[:5]
+        verdict.complaints += [*self.complaints[:3], *self.machine.failures[:5]]
         verdict.digest = self._hash.hexdigest()[:16]
         return verdict
 
@@ -116,10 +119,13 @@ class MigrationHistory:
         await asyncio.sleep(rng.uniform(0.5, 3.0))
         until = self.machine.time() + rng.uniform(10.0, 40.0)
         operators = [asyncio.create_task(self._operate(until)) for _ in range(3 if self.has_rivals else 1)]
+        if self.goes_down:
+            self.machine.call_later(rng.uniform(0.0, 5.0), setattr, self, "is_down", True)
         await self._trouble(until)
         await asyncio.gather(*operators)
         self._calm()
         await self._complete(verdict)
+        self.is_down = False
         await asyncio.sleep(5.0)
         self.is_over = True
         await asyncio.sleep(5.0)  # the last answers
@@ -190,7 +196,7 @@ class MigrationHistory:
 
     async def _read(self, process: Process) -> int:
         def make_work(_group: str) -> Work:
-            return Work(self.rng, self._receive, lambda: self.is_calm, lambda _batch: None)
+            return Work(self.rng, self._receive, lambda: self.is_calm, lambda _batch: None, lambda: self.is_down)
 
         return await run_process(process, partial(self._open, process), {GROUP: "earliest"}, [STREAM], make_work)
 
@@ -217,6 +223,8 @@ class MigrationHistory:
                 self.trace(f"{process.name} has done {act}: {places.home(STREAM)}")
         except (BrokerError, CommandFailed) as error:
             self.trace(f"{process.name}, {act}: {error}")
+            if "still read" in str(error):
+                self.complaints.append(f"{process.name}, {act}: {error}")
             return 1
         return 0
 

@@ -736,6 +736,12 @@ MIGRATIONS = (
         quick=True,
     ),
     Patch(
+        "move-unnoticed",
+        "a member without room, whose receiver is down, does not leave a stream that moves",
+        (Change("services/core/consuming.py", "            except HomeChanged:\n                raise\n", ""),),
+        quick=True,
+    ),
+    Patch(
         "append-after-hand-over",
         "a writer acknowledges an append that ended after its stream was handed over",
         (

@@ -53,8 +53,8 @@ class GroupPositions:
                     f"penstock group skip, {_HOW}",
                 )
 
-    async def wait_until_left(self, home: Home) -> None:
-        """Until no member of a group reads at the former home. Raises CommandFailed after LEAVE_S."""
+    async def wait_until_left(self, home: Home, require: Callable[[], Awaitable[None]]) -> None:
+        """Until no member of a group reads at the former home. Raises CommandFailed after LEAVE_S. require: as in `move`."""
         await self._load_groups()
         source = await self._named(home.readers)
         deadline = time.monotonic() + LEAVE_S
@@ -66,6 +66,7 @@ class GroupPositions:
                     "a restart of each expel that has another version or a pipe file without `brokers`; then the same command",
                 )
             await asyncio.sleep(_AGAIN_S)
+            await require()  # somebody else may have completed the move, and moved the stream back
 
     async def move(self, home: Home, translate: TranslateOffset, require: Callable[[], Awaitable[None]]) -> int:
         """Set each group to its position in the copy. translate: as in `TranslateOffset`. require: raises when somebody else has

@@ -335,7 +335,7 @@ class Migration:
         home = self.home
         self._show("waits until the readers have left", 0, 1)
         await asyncio.sleep(timing.LEASE_S + _MARGIN_S)
-        await self._positions.wait_until_left(home)
+        await self._positions.wait_until_left(home, partial(self._require, home))
         await self._require(home)
         translate = await self._translation(home)
         self._before("groups")

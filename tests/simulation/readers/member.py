@@ -44,7 +44,8 @@ class _Ledger:
 class Work:
     """`consuming.Processor`. told: gets the batch and index of each record once it is processed. took: gets each batch.
 
-    is_calm: whether nobody pauses any more: a pause and its end would wake a partition that stands still.
+    is_calm: whether nobody pauses any more: a pause and its end would wake a partition that stands still. is_down: whether the
+    receiver does not answer: nothing is processed meanwhile.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class Work:
         told: Callable[[Batch, int], None],
         is_calm: Callable[[], bool],
         took: Callable[[Batch], None],
+        is_down: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._rng, self._told, self._is_calm, self._took = rng, told, is_calm, took
+        self._rng, self._told, self._is_calm, self._took, self._is_down = rng, told, is_calm, took, is_down
         self.tracker, self.ledger = OffsetTracker(), _Ledger(rng)
         self._queue: deque[Batch] = deque()
         self._paused: TopicPartition | None = None
@@ -135,6 +137,9 @@ class Work:
             while not self._queue:
                 self._changed.clear()
                 await self._changed.wait()
+            if self._is_down():
+                await asyncio.sleep(1.0)
+                continue
             batch = self._queue[0]
             await asyncio.sleep(self._rng.choice((0.0, 0.01, 0.1, self._rng.uniform(0.0, 1.5))))
             for index, offset in enumerate(batch.offsets):
