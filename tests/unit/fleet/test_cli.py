@@ -274,6 +274,19 @@ pipes:
     )
 
 
+@pytest.mark.parametrize(("key", "count"), [("", 1), ("key: id", 0)])
+def test_check_warns_of_an_order_without_a_key(shell: Shell, tmp_path: Path, key: str, count: int) -> None:
+    """Broken: somebody forgets the stream's key, and believes that the events of a customer stay in order."""
+    (tmp_path / "pipes.yaml").write_text(
+        f"streams: {{a: {{{key}}}}}\npipes:\n  p:\n    sources: [a]\n    destinations:\n"
+        "      - {name: x, webhook: {url: 'https://example.org', order: key}}\n"
+    )
+    assert shell.run("check", "--json") == 0
+    found = json.loads(shell.out)["warnings"]
+    assert [one["where"] for one in found] == ["pipes.yaml:6"] * count
+    assert all("a has no `key`" in one["message"] for one in found)
+
+
 def test_check_warns_of_a_secret_among_the_headers(shell: Shell, tmp_path: Path) -> None:
     """Broken: a token in the pipe file is noticed by nobody, is printed, or ends a fleet at its upgrade."""
     (tmp_path / "pipes.yaml").write_text(
