@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from typer.main import get_command
 
 from services.core.broker.connect import open_broker
@@ -114,6 +115,19 @@ def test_the_lines_of_the_log_are_not_among_the_results(shell: Shell, tmp_path: 
     assert shell.run("migrate", "s", "--to", "b", "--json", *own) == 0
     assert json.loads(shell.out)["home"] == "b"
     assert "stream_home" in shell.err
+
+
+def test_lines_of_the_log_show_no_secret(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+    """Broken: a password is on the screen of an operator, or in the log of a job that runs commands."""
+    assert shell.run("--version") == 0
+    secret = "".join(("hun", "ter2"))  # as a value only: a traceback shows this file's lines
+    try:
+        raise RuntimeError(f"https://ann:{secret}@t refused us")
+    except RuntimeError as error:
+        structlog.get_logger().warning("failed", exc_info=error, password=secret)
+    said = capsys.readouterr().err
+    assert "refused us" in said
+    assert secret not in said
 
 
 def test_a_pipe_where_an_option_is_needed(shell: Shell) -> None:
