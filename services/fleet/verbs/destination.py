@@ -165,7 +165,7 @@ def pause(
     """
     path, who = find_pipes(pipes, data), whoami()
     new = Pause("paused", OPERATOR, who, time.time_ns() // 1_000_000, reason[:MAX_REASON])
-    uvloop.run(_change(find_broker(broker, data), path, name, pipe, new, as_json=as_json))
+    uvloop.run(_change(find_broker(broker, data), path, load_pipes(path), name, pipe, new, as_json=as_json))
 
 
 @DESTINATION.command(epilog=example("penstock destination resume billing"))
@@ -180,12 +180,13 @@ def resume(
     """Resume a destination that an operator paused, or that answered 410. The rate rises slowly; parked events are sent, too."""
     path, who = find_pipes(pipes, data), whoami()
     new = Pause("resumed", OPERATOR, who, time.time_ns() // 1_000_000)
-    uvloop.run(_change(find_broker(broker, data), path, name, pipe, new, as_json=as_json))
+    uvloop.run(_change(find_broker(broker, data), path, load_pipes(path), name, pipe, new, as_json=as_json))
 
 
-async def _change(url: str, path: Path, name: str, pipe: str | None, new: Pause, *, as_json: bool) -> None:
+async def _change(
+    url: str, path: Path, file: PipeFile, name: str, pipe: str | None, new: Pause, *, as_json: bool
+) -> None:
     """Pause or resume. A destination that is already in that state stays unchanged. Raises CommandFailed."""
-    file = load_pipes(path)
     async with opened(url) as broker, Producer(broker.appender) as producer:
         pauses = await read_pauses(broker.reader, file)
         changed = set[str]()
