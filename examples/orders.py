@@ -12,7 +12,7 @@ INGEST, TABLES, MODE, WHAT = sys.argv[1:]
 
 def find(order: str, at_least: str = "") -> dict:
     try:
-        return json.load(urlopen(f"{TABLES}/v1/tables/order-states/{order}?at_least={at_least}"))
+        return json.load(urlopen(f"{TABLES}/v1/tables/order-states/{order}?at_least={at_least}", timeout=30))
     except HTTPError as error:
         if error.code != 404:
             raise
@@ -21,7 +21,9 @@ def find(order: str, at_least: str = "") -> dict:
 
 def append(stream: str, *events: dict) -> str:
     url, body = f"{INGEST}/v1/streams/{stream}/events", json.dumps(events).encode()
-    return urlopen(Request(url, body, {"Content-Type": "application/json"})).headers.get("Penstock-Token", "")
+    return urlopen(Request(url, body, {"Content-Type": "application/json"}), timeout=30).headers.get(
+        "Penstock-Token", ""
+    )
 
 
 class Folder(BaseHTTPRequestHandler):

@@ -38,6 +38,8 @@ _POLL_WAIT_S = 1.0
 _MAX_POLL_RECORDS = 1000
 _POLL_ERROR_WAIT_S = 0.5
 _LAG_INTERVAL_S = 2.0
+_LAG_LIMIT_S = 30.0
+"""Of each question for it: a disk or broker that never answers must not hide that a topic moves. A migration waits 120 s."""
 _NO_TOPIC_WAIT_S = 30.0
 _REJOIN_WAIT_S, _MAX_REJOIN_WAIT_S = 0.2, 5.0
 _COMMIT_WAIT_S, _MAX_COMMIT_WAIT_S = 0.1, 5.0
@@ -356,21 +358,27 @@ class Membership:
                 await self._measure(consumer)
             except HomeChanged:
                 raise
-            except BrokerError as error:
+            except (BrokerError, TimeoutError) as error:
                 log.debug("lag_unknown", group=self._group, error=str(error))
             await asyncio.sleep(_LAG_INTERVAL_S)
 
     async def _measure(self, consumer: Consumer) -> None:
         ledger, failed = self._processor.ledger, None
         try:
-            await ledger.measure_ends()
-        except BrokerError as error:  # of another topic: it must not hide that this member's topics move
+            async with asyncio.timeout(_LAG_LIMIT_S):
+                await ledger.measure_ends()
+        except (
+            BrokerError,
+            TimeoutError,
+        ) as error:  # of another topic: it must not hide that this member's topics move
             failed = error
-        lags = await consumer.lag()
+        async with asyncio.timeout(_LAG_LIMIT_S):
+            lags = await consumer.lag()
         self._show_lags(lags)
         if failed is not None:
             raise failed
-        await ledger.set_lags(lags)
+        async with asyncio.timeout(_LAG_LIMIT_S):
+            await ledger.set_lags(lags)
 
     def _show_lags(self, lags: Mapping[TopicPartition, Lag]) -> None:
         for source, lag in lags.items():

@@ -124,7 +124,7 @@ class Home(msgspec.Struct, frozen=True):
             return None
         new = msgspec.structs.replace(self, epoch=offset)
         match (self.state, step.state):
-            case (None, "copying") if self.epoch < 0 and step.home:  # whatever the pipe file says now
+            case (None, "copying") if self.epoch < 0 and step.home and step.to:  # whatever the pipe file says now
                 new = Home(step.home, step.home, offset, bases={step.to: step.bases})
                 return msgspec.structs.replace(new, state="copying", to=step.to, copy=step.copy, starts=step.starts)
             case (None, "copying") if step.to != self.readers and self.former in ("", step.to):

@@ -7,10 +7,9 @@ the components the drain time; a second signal ends the process at once. Exit st
 import asyncio
 import logging
 import os
-import re
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -18,32 +17,11 @@ import orjson
 import structlog
 import uvloop
 
-from services.core.masking import MASK, mask_text
+from services.core.masking import mask_secrets
 from services.core.metrics import BUILD
 from services.core.settings import Settings, load_settings
 from services.core.version import VERSION
 from services.core.yaml_source import BadConfiguration
-
-_SECRET_KEY = re.compile(r"secret|password|token|authorization|api_?key|signature|cookie", re.IGNORECASE)
-
-
-def mask_secrets(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Mask values of secret-looking keys, and secret-looking parts of every text, at any depth."""
-    for key, value in event.items():
-        event[key] = _masked(key, value)
-    return event
-
-
-def _masked(key: object, value: Any) -> Any:
-    if isinstance(key, str) and _SECRET_KEY.search(key):
-        return MASK
-    if value is None or isinstance(value, int | float):
-        return value
-    if isinstance(value, Mapping):
-        return {str(inner): _masked(inner, content) for inner, content in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_masked("", item) for item in value]
-    return mask_text(value if isinstance(value, str) else str(value))
 
 
 def configure_logs(service: str, level: str) -> None:

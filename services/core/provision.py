@@ -174,12 +174,13 @@ async def ensure_topics(
     recorder: without one nothing is recorded, and new streams count as keyed.
 
     Raises NoSuchTopics, TooFewPartitions without `grow`, and UnsafeTopic when an existing topic can lose acknowledged events,
-    or is compacted and should not be, or the other way round; all before any change. Raises BrokerError kinds; after those,
-    call again.
+    or is compacted and should not be, or the other way round, or belongs to a stream and to a destination; all before any
+    change. Raises BrokerError kinds; after those, call again.
     """
     existing = await admin.topics()
     if absent := find_absent(existing, pipes):
         raise NoSuchTopics(absent.values())
+    await _require_no_alias(admin, pipes, existing)
     specs = wanted_topics(pipes, has_retrier=RETRY_IN in existing)
     lacking = [
         (spec.name, existing[spec.name], spec.partitions)
@@ -219,6 +220,29 @@ def find_absent(existing: Collection[str], pipes: PipeFile) -> dict[str, str]:
         for name, topic in existing_topics(pipes).names.items()
         if name not in existing
     }
+
+
+async def _require_no_alias(admin: Admin, pipes: PipeFile, existing: Mapping[str, int]) -> None:
+    """Raises UnsafeTopic when a destination writes to the topic of a stream, by another name of its broker. The pipe file does
+    not show that, and an event may go round for ever. existing: as of `Admin.topics`."""
+    problems = []
+    readable = {name: stream.home for name, stream in pipes.streams.items() if existing.get(name)}
+    for target, home in target_homes(pipes).items():
+        others = {name: there for name, there in readable.items() if there != home}
+        found = await admin.incarnation(target) if others else None
+        for name, there in others.items():
+            if await admin.incarnation(name) == found:
+                problems.append(
+                    (existing_topics(pipes).names[target], "on", _ALIAS.format(name=name, home=home, there=there))
+                )
+    if problems:
+        raise UnsafeTopic(problems)
+
+
+_ALIAS = (
+    "it is the topic of stream {name}, and {home} and {there} are the same cluster. Its events could go round for ever. "
+    "Try: one name for this cluster in the pipe file, and penstock check"
+)
 
 
 def _require_fixed_tables(compacted: Collection[TopicSpec], lacking: Collection[str]) -> None:

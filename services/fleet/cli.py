@@ -7,6 +7,7 @@ from importlib import import_module
 
 import structlog
 
+from services.core.masking import mask_secrets
 from services.core.yaml_source import BadConfiguration
 from services.fleet.console import print_failure, print_problems
 from services.fleet.problem import CommandFailed
@@ -21,7 +22,18 @@ def main() -> None:
     # The Kafka client logs each failed attempt. The command raises one error for all of them.
     logging.getLogger("aiokafka").addHandler(logging.NullHandler())
     # stdout has the results alone. What stderr is may change while a test runs.
-    structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S", utc=False),
+            structlog.processors.format_exc_info,  # the default shows the values of variables, too
+            mask_secrets,
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+            ),
+        ],
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+    )
     load_verbs(sys.argv[1:])
     try:
         APP()

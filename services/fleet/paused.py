@@ -1,6 +1,7 @@
 """The state of destinations for operators: running, paused or replaying, and the number of parked events."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -12,6 +13,7 @@ from services.core.broker.reading import read_topic
 from services.core.pauses import Pause, Pauses
 from services.core.pipes import Destination, PipeFile
 from services.core.retry_state import PREFIX
+from services.core.snapshot import original_of
 from services.core.times import format_time
 from services.core.topic_names import delivery_group, lane_name, parked_topic, renames_of
 from services.fleet.console import make_table
@@ -83,8 +85,14 @@ def split_lane(name: str, pipe: str | None) -> tuple[str, str | None]:
     return (destination, of_pipe) if destination and pipe is None else (name, pipe)
 
 
-def choose(known: list[DestinationState], name: str, pipe: str | None) -> list[DestinationState]:
-    """The destinations of this name, in every pipe or in one. Raises CommandFailed when there is none."""
+def describe_file(path: Path) -> str:
+    """The pipe file for a person: a fleet runs on a snapshot of it."""
+    original = original_of(path)
+    return str(path) if original is None else f"{original}, as it was when the fleet started,"
+
+
+def choose(known: list[DestinationState], name: str, pipe: str | None, path: Path) -> list[DestinationState]:
+    """The destinations of this name, in every pipe or in one. path: of the pipe file. Raises CommandFailed when there is none."""
     name, pipe = split_lane(name, pipe)
     chosen = [one for one in known if one.destination == name and pipe in (None, one.pipe)]
     if not chosen:
@@ -92,7 +100,8 @@ def choose(known: list[DestinationState], name: str, pipe: str | None) -> list[D
         full = name if pipe is None else lane_name(pipe, name)
         lanes = [one.lane for one in known]
         meant = lanes if pipe is not None else [one.destination for one in known]
-        raise unknown_name(f"no webhook destination {name}{where}", full, lanes, meant, none="the pipe file has none")
+        text = f"{describe_file(path)} has no webhook destination {name}{where}"
+        raise unknown_name(text, full, lanes, meant, none="the pipe file has none")
     return chosen
 
 

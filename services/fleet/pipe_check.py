@@ -53,9 +53,27 @@ def check_pipe_file(
 
 
 def find_warnings(path: Path) -> list[Problem]:
-    """Warnings: secrets that others may read. Nothing is refused because of them. Blocking. Raises BadConfiguration."""
+    """Warnings: secrets that others may read, and orders without a key. Nothing is refused because of them. Blocking. Raises
+    BadConfiguration."""
     document, pipes, _ = read_pipes(path)
-    return find_exposed_secrets(document, pipes)
+    return find_exposed_secrets(document, pipes) + _orders_without_key(document, pipes)
+
+
+def _orders_without_key(document: Document, pipes: PipeFile) -> list[Problem]:
+    """Destinations that keep the order per key, of pipes without a transform whose streams have no rule for a key."""
+    found = []
+    for name, pipe in pipes.pipes.items():
+        streams = [pipes.streams[source] for source in pipe.sources]
+        if pipe.transform is not None or any(one.key is not None or one.topic is not None for one in streams):
+            continue  # a record of a topic of others has Kafka's key
+        for index, destination in enumerate(pipe.destinations):
+            if destination.webhook is not None and destination.webhook.order == "key":
+                text = (
+                    f"{' and '.join(pipe.sources)} {'has' if len(pipe.sources) == 1 else 'have'} no `key`, so only events "
+                    "that bring one (`partitionkey` of a CloudEvent) are kept in order. Try: `key: FIELD` in the stream"
+                )
+                found.append(document.problem(("pipes", name, "destinations", index, "webhook", "order"), text))
+    return found
 
 
 def _unusable_passwords(document: Document, pipes: PipeFile) -> list[Problem]:

@@ -76,8 +76,9 @@ async def test_a_topic_that_was_created_again_is_not_deleted_for_the_former_one(
 
         await until_async(created_again, "the name is free again")
         await append(broker, name, [record(77)])
-        with pytest.raises(UnknownTopic):
-            await broker.admin.delete_topic(name, former)
+        for other in (former, "id of another kind of broker"):
+            with pytest.raises(UnknownTopic):
+                await broker.admin.delete_topic(name, other)
         assert (await broker.reader.describe(name))[0].end > 0
         await broker.admin.delete_topic(name, await broker.admin.incarnation(name))
         with pytest.raises(UnknownTopic):

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import orjson
 import pytest
@@ -26,7 +27,7 @@ from aiokafka.structs import OffsetAndMetadata
 
 from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
-from services.core.broker.errors import BrokerError, UnknownTopic
+from services.core.broker.errors import BrokerError, UnknownTopic, UnsafeTopic
 from services.core.broker.existing import target_name
 from services.core.broker.producer import Producer
 from services.core.broker.record import TopicPartition
@@ -126,6 +127,17 @@ async def read_row(broker: Broker, pipes: PipeFile, pipe: str) -> Row:
     return total
 
 
+async def _refuse_loop(url: str, file: dict[str, Any], pipe: str, topic: str) -> None:
+    """A pipe that writes to the topic that it reads, by another name of its cluster, would send its events round for ever."""
+    loop = {"sources": ["invoices"], "destinations": [{"name": "copy", "topic": {"name": topic, "on": "second"}}]}
+    pipes = PipeFile.model_validate({**file, "pipes": {pipe: loop}})
+    async with open_fleet_broker(url, pipes) as broker:
+        with pytest.raises(
+            UnsafeTopic, match=rf"topic {topic}: on: it is the topic of stream invoices, and second and default"
+        ):
+            await ensure_topics(broker.admin, pipes)
+
+
 async def test_a_topic_of_others_is_delivered_and_accounted_for(
     kafka_cluster: KafkaCluster, database: Postgres, tmp_path: Path
 ) -> None:
@@ -155,6 +167,7 @@ async def test_a_topic_of_others_is_delivered_and_accounted_for(
         pipes = await asyncio.to_thread(load_pipes, expel.write_pipes())
         async with open_fleet_broker(url, pipes) as broker, kill_at_end(expel):
             await ensure_topics(broker.admin, pipes)
+            await _refuse_loop(url, expel.pipe_file, pipe, topic)
             for change in (
                 broker.admin.delete_topic("invoices"),
                 broker.admin.add_partitions("invoices", 9),

@@ -14,6 +14,7 @@ from aiokafka.protocol.admin import CreateAclsRequest, DeleteAclsRequest
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import BrokerError, NotAllowed, OutcomeUnknown, Unavailable
+from services.core.broker.existing import target_name
 from services.core.broker.kafka.access import Access
 from services.core.broker.kafka.cluster import Cluster, Timing
 from services.core.broker.record import Record, TopicPartition
@@ -246,22 +247,27 @@ async def _take_away(acls: Acls, user: str, rights: list[Right], admin: object) 
 
 
 async def test_one_of_two_brokers_has_rights(kafka: SecuredKafka, tmp_path: Path) -> None:
-    """Broken: a fleet with its own log cannot have a stream on a Kafka with an authorizer, needs more rights there than the table
-    has for the stream and the groups, or does not say which one is missing."""
-    desk, user = Desk(tmp_path), "table"
+    """Broken: a fleet with its own log cannot have a stream on a Kafka with an authorizer, or write to a topic of others there,
+    needs more rights there than the table has for the stream, the topic and the groups, or does not say which one is missing."""
+    desk, user, erp = Desk(tmp_path), "table", unique_name("erp")
     path = kafka.write(tmp_path / "second", user=user)
     (tmp_path / "pipes.yaml").write_text(
         f"brokers: {{second: '{kafka.url('scram', path)}'}}\n"
         "streams: {events: {id: id}, paid: {id: id, on: second}}\n"
-        "pipes:\n  there: {sources: [events], destinations: [{name: copy, stream: paid}]}\n"
+        "pipes:\n  there:\n    sources: [events]\n"
+        f"    destinations: [{{name: copy, stream: paid}}, {{name: erp, topic: {{name: {erp}, on: second}}}}]\n"
         "  back:\n    sources: [paid]\n    destinations:\n"
         f"      - {{name: d, webhook: {{url: 'http://127.0.0.1:{desk.hook_port}/', secret: {{file: webhook.secret}}}}}}\n"
     )
     pipes = await asyncio.to_thread(load_pipes, tmp_path / "pipes.yaml")
     of_all = (right for service in USERS.values() for right in rights_of(service, pipes))
     needed = {right for right in of_all if right.kind == "group" or right.name in ("paid", "penstock.groups")}
+    of_all = (right for service in USERS.values() for right in rights_of(service, pipes))
+    needed |= {right._replace(name=erp) for right in of_all if right.name == target_name(erp, "second")}
     lacking = Right("Read", "group", "back.d")
-    async with open_acls(kafka, tmp_path / "operator") as acls, desk.receive():
+    url = kafka.url("scram", kafka.write(tmp_path / "maker"))
+    async with open_acls(kafka, tmp_path / "operator") as acls, desk.receive(), open_broker(url) as owner:
+        await owner.admin.create_topic(TopicSpec(erp, partitions=1))
         await acls.grant(user, needed - {lacking})
         said_before = len(await asyncio.to_thread(kafka.cluster.brokers[1].log.read_text))
         up = await desk.penstock(
@@ -280,7 +286,7 @@ async def test_one_of_two_brokers_has_rights(kafka: SecuredKafka, tmp_path: Path
             assert sent.process.returncode == 0, sent.out + sent.err
 
             async def all_arrived() -> bool:
-                return len(desk.ids) == 5
+                return len(desk.ids) == 5 and (await owner.reader.describe(erp))[0].end == 5
 
             await until("events go to the other broker and back", all_arrived)
             said = (await asyncio.to_thread(kafka.cluster.brokers[1].log.read_text))[said_before:]

@@ -19,7 +19,7 @@ CPU_S = 240.0
 """For all of them: two minutes on two cores."""
 MIGRATIONS, MIGRATIONS_CPU_S = 400, 40.0
 """Seeds of histories of a stream that moves, and how long they may take together."""
-QUICK_WITHIN = 500
+QUICK_WITHIN = 1000
 OF_A_DAY = 2
 
 

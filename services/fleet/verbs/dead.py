@@ -93,7 +93,11 @@ async def list_found(url: str, where: Filter, limit: int, *, settled: bool, as_j
             f"{format_count(found, 'dead letter')}, {found - listed:,} of them not shown. Try: --limit 0", "yellow"
         )
     elif not as_json:
-        todo = ". Try: penstock dead show POSITION; then penstock dead redrive, or dead discard" if found else ""
+        todo = (
+            ". Try: penstock dead show POSITION; then penstock dead redrive POSITION, or dead discard POSITION"
+            if found
+            else ""
+        )
         print_note(f"{format_count(found, 'dead letter')}{todo}")
 
 

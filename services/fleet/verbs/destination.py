@@ -163,9 +163,9 @@ def pause(
 
     Every expel instance applies the pause within about a second. Requests in flight are finished.
     """
-    file, who = load_pipes(find_pipes(pipes, data)), whoami()
+    path, who = find_pipes(pipes, data), whoami()
     new = Pause("paused", OPERATOR, who, time.time_ns() // 1_000_000, reason[:MAX_REASON])
-    uvloop.run(_change(find_broker(broker, data), file, name, pipe, new, as_json=as_json))
+    uvloop.run(_change(find_broker(broker, data), path, load_pipes(path), name, pipe, new, as_json=as_json))
 
 
 @DESTINATION.command(epilog=example("penstock destination resume billing"))
@@ -178,22 +178,24 @@ def resume(
     as_json: AsJson = False,
 ) -> None:
     """Resume a destination that an operator paused, or that answered 410. The rate rises slowly; parked events are sent, too."""
-    file, who = load_pipes(find_pipes(pipes, data)), whoami()
+    path, who = find_pipes(pipes, data), whoami()
     new = Pause("resumed", OPERATOR, who, time.time_ns() // 1_000_000)
-    uvloop.run(_change(find_broker(broker, data), file, name, pipe, new, as_json=as_json))
+    uvloop.run(_change(find_broker(broker, data), path, load_pipes(path), name, pipe, new, as_json=as_json))
 
 
-async def _change(url: str, file: PipeFile, name: str, pipe: str | None, new: Pause, *, as_json: bool) -> None:
+async def _change(
+    url: str, path: Path, file: PipeFile, name: str, pipe: str | None, new: Pause, *, as_json: bool
+) -> None:
     """Pause or resume. A destination that is already in that state stays unchanged. Raises CommandFailed."""
     async with opened(url) as broker, Producer(broker.appender) as producer:
         pauses = await read_pauses(broker.reader, file)
         changed = set[str]()
-        for one in choose(list_destinations(file, pauses), name, pipe):
+        for one in choose(list_destinations(file, pauses), name, pipe, path):
             if (one.state == "paused") != (new.state == "paused"):
                 await write_pause(producer, one.lane, new)
                 changed.add(one.lane)
         await pauses.refresh()
-        for one in await count_parked(broker, choose(list_destinations(file, pauses), name, pipe)):
+        for one in await count_parked(broker, choose(list_destinations(file, pauses), name, pipe, path)):
             if as_json:
                 typer.echo(json.dumps(one.as_json()))
             elif one.lane in changed and one.state != "paused":

@@ -12,13 +12,12 @@ from rich.text import Text
 from services.core.broker.producer import Producer
 from services.core.pauses import OPERATOR, Pause, Pauses, write_pause
 from services.core.pipes import load_pipes, own_streams
-from services.core.snapshot import original_of
 from services.core.units import format_duration
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import ERR
 from services.fleet.dead.audit import whoami
 from services.fleet.dead.view import plain
-from services.fleet.paused import pause_json, read_pauses
+from services.fleet.paused import describe_file, pause_json, read_pauses
 from services.fleet.problem import CommandFailed, unknown_name
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
 from services.fleet.verbs.destination import MAX_REASON, ReasonText
@@ -79,9 +78,9 @@ def _find_retention(pipe: str, path: Path) -> float | None:
     file = load_pipes(path)
     if pipe not in file.pipes:
         transformed = [name for name, one in file.pipes.items() if one.transform is not None]
-        original = original_of(path)
-        where = path if original is None else f"{original}, as it was when the fleet started,"
-        raise unknown_name(f"{where} has no pipe {pipe}", pipe, transformed, none="none in the file has a transform")
+        raise unknown_name(
+            f"{describe_file(path)} has no pipe {pipe}", pipe, transformed, none="none in the file has a transform"
+        )
     if file.pipes[pipe].transform is None:
         name = file.pipes[pipe].destinations[0].name
         raise CommandFailed(

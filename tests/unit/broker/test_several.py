@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from services.core.broker.errors import BrokerError, HomeChanged, NotOwner, Offs
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
+from services.core.broker.rights import Right, require_rights
 from services.core.broker.several import consumer as several_consumer
 from services.core.broker.several.broker import open_several
 from services.core.broker.several.brokers import Opening, Places
@@ -161,6 +162,19 @@ async def test_a_broker_that_is_only_written_gets_the_records_and_nothing_else(
         assert (await broker.admin.topics())["t"] == 2
         await broker.appender.append("t", 1, [Record(None, b"1", 0)], timeout=600)
         assert (await other.reader.describe("t"))[1].end == 1
+
+
+async def test_a_broker_that_has_nothing_of_a_service_does_not_keep_it_from_starting(tmp_path: Path) -> None:
+    """Otherwise ingest does not start while the cluster of somebody's destination is down: events are lost at their senders."""
+
+    def opening() -> AbstractAsyncContextManager[Broker]:
+        raise Unavailable("the cluster of a destination is down")
+
+    places = Places({"s": "default"}, {"existing:b:t": "b"})
+    async with LogBroker.open(str(tmp_path)) as own, open_several(own, {"b": opening}, places) as broker:
+        await require_rights(broker, [Right("Write", "topic", "s"), Right("Write", "topic", "penstock.groups")])
+        with pytest.raises(Unavailable, match="of a destination is down"):
+            await require_rights(broker, [Right("Write", "topic", "existing:b:t")])
 
 
 class _Moving(Places):
@@ -387,6 +401,9 @@ async def test_a_stream_is_not_created_beside_its_former_topic(tmp_path: Path) -
         await first.admin.create_topic(TopicSpec("shop.dead", 1))
     several = _open(own, {"other": partial(LogBroker.open, other)}, {"orders": "other"})
     async with several as broker:
-        with pytest.raises(UnsafeTopic, match="default has a topic of this name"):
+        with pytest.raises(UnsafeTopic, match="default has a topic of this name") as caught:
             await broker.admin.create_topic(TopicSpec("orders", 1))
+        assert "if that topic is of others" in str(caught.value), (
+            "who is told to delete it deletes the topic of somebody else"
+        )
         await broker.admin.create_topic(TopicSpec("invoices", 1))

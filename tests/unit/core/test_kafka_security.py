@@ -29,6 +29,10 @@ from services.core.msk_token import sign
 from services.core.yaml_source import BadConfiguration
 
 _SCRAM = "sasl: {mechanism: SCRAM-SHA-256, user: ann, password: {file: password}}\n"
+_OAUTH = (
+    "tls: system\n"
+    "sasl: {{mechanism: OAUTHBEARER, oauth: {{token_url: '{}', client_id: a, client_secret: {{file: password}}}}}}"
+)
 
 
 def write(folder: Path, text: str, password: str = "hunter2") -> Path:
@@ -48,6 +52,8 @@ def write(folder: Path, text: str, password: str = "hunter2") -> Path:
             "sasl: {mechanism: OAUTHBEARER, oauth: {token_url: 'http://t', client_id: a, client_secret: {file: password}}}",
             "the network sees the token of OAUTHBEARER",
         ),
+        (_OAUTH.format("https://ann:hunter2@t/token"), "user and password in a URL are refused"),
+        (_OAUTH.format("ftp://t/token"), "a URL with https:// or http:// is needed"),
         (_SCRAM.replace("{file: password}", "hunter2"), "the secret itself must not be here"),
         (_SCRAM.replace("mechanism: SCRAM-SHA-256", "mechanism: GSSAPI"), "mechanism"),
         ("tls: system\nacks: 1\n", "acks"),

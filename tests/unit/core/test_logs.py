@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from services.core.lifecycle import mask_secrets
+from services.core.masking import mask_secrets
 
 SECRET = "hunter2hunter2"
 

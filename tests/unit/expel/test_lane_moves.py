@@ -37,12 +37,11 @@ class _MovingBroker(FakeBroker):
             yield cast(FakeConsumer, member)
 
 
-@pytest.mark.parametrize("ends_are_known", [True, False])
-async def test_a_lane_without_room_leaves_a_stream_that_moves(
-    monkeypatch: pytest.MonkeyPatch, ends_are_known: bool
-) -> None:
+@pytest.mark.parametrize("ends", ["known", "unknown", "never answered"])
+async def test_a_lane_without_room_leaves_a_stream_that_moves(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     """Otherwise one receiver that is down holds up all destinations of the stream until somebody restarts expel."""
     monkeypatch.setattr(consuming, "_LAG_INTERVAL_S", 0.01)
+    monkeypatch.setattr(consuming, "_LAG_LIMIT_S", 0.1)
     broker = _MovingBroker()
     records, never = [make_record(number) for number in range(3)], asyncio.Event()
     async with run_lane(records, hold(never), broker=broker, max_events=1) as running:
@@ -51,9 +50,11 @@ async def test_a_lane_without_room_leaves_a_stream_that_moves(
         assert not lane.room()
 
         async def measure_ends() -> None:
+            if ends == "never answered":
+                await never.wait()
             raise Unavailable("another broker of the fleet is down")
 
-        if not ends_are_known:
+        if ends != "known":
             monkeypatch.setattr(lane.ledger, "measure_ends", measure_ends)
         running.sender.answer = lambda _: None
         broker.homes["s"] = "second"

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from typer.main import get_command
 
 from services.core.broker.connect import open_broker
@@ -114,6 +115,19 @@ def test_the_lines_of_the_log_are_not_among_the_results(shell: Shell, tmp_path: 
     assert shell.run("migrate", "s", "--to", "b", "--json", *own) == 0
     assert json.loads(shell.out)["home"] == "b"
     assert "stream_home" in shell.err
+
+
+def test_lines_of_the_log_show_no_secret(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+    """Broken: a password is on the screen of an operator, or in the log of a job that runs commands."""
+    assert shell.run("--version") == 0
+    secret = "".join(("hun", "ter2"))  # as a value only: a traceback shows this file's lines
+    try:
+        raise RuntimeError(f"https://ann:{secret}@t refused us")
+    except RuntimeError as error:
+        structlog.get_logger().warning("failed", exc_info=error, password=secret)
+    said = capsys.readouterr().err
+    assert "refused us" in said
+    assert secret not in said
 
 
 def test_a_pipe_where_an_option_is_needed(shell: Shell) -> None:
@@ -272,6 +286,19 @@ pipes:
     assert "q: its transform runs in micro-batches: the number of task slots of a cluster changes" in " ".join(
         shell.err.split()
     )
+
+
+@pytest.mark.parametrize(("key", "count"), [("", 1), ("key: id", 0)])
+def test_check_warns_of_an_order_without_a_key(shell: Shell, tmp_path: Path, key: str, count: int) -> None:
+    """Broken: somebody forgets the stream's key, and believes that the events of a customer stay in order."""
+    (tmp_path / "pipes.yaml").write_text(
+        f"streams: {{a: {{{key}}}}}\npipes:\n  p:\n    sources: [a]\n    destinations:\n"
+        "      - {name: x, webhook: {url: 'https://example.org', order: key}}\n"
+    )
+    assert shell.run("check", "--json") == 0
+    found = json.loads(shell.out)["warnings"]
+    assert [one["where"] for one in found] == ["pipes.yaml:6"] * count
+    assert all("a has no `key`" in one["message"] for one in found)
 
 
 def test_check_warns_of_a_secret_among_the_headers(shell: Shell, tmp_path: Path) -> None:

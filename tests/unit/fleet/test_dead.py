@@ -156,7 +156,7 @@ async def test_a_list_that_is_cut_short_says_so(
     await list_found(url, ANY, 0, settled=False, as_json=as_json)
     out, err = capsys.readouterr()
     assert out.count("late.dead:0:") == 5
-    hint = "Try: penstock dead show POSITION; then penstock dead redrive, or dead discard"
+    hint = "Try: penstock dead show POSITION; then penstock dead redrive POSITION, or dead discard POSITION"
     assert err == ("" if as_json else f"5 dead letters. {hint}\n")
 
 

@@ -110,7 +110,11 @@ class KafkaAdmin:
 
     async def _delete_one(self, topic: str, incarnation: str) -> None:
         """By its id. Meanwhile another topic may get the name: so the id is waited for, not the name."""
-        answer = await self._cluster.ask_any(DeleteByIdRequest(UUID(incarnation), self._patience))
+        try:
+            topic_id = UUID(incarnation)
+        except ValueError:  # of another kind of broker: the URL of this one was changed
+            raise UnknownTopic(f"topic {topic} of Kafka has another id than {incarnation}") from None
+        answer = await self._cluster.ask_any(DeleteByIdRequest(topic_id, self._patience))
         for _, _, code, _, _ in answer.responses:
             if code == UNKNOWN_TOPIC_ID:
                 raise UnknownTopic(f"topic {topic} was deleted, or created again since: it is another one")

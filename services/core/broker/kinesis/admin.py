@@ -186,7 +186,7 @@ class KinesisAdmin:
             # Whoever wakes up now, after hours, deletes nothing: to delete and create a stream takes somebody else longer.
             if time.clock_gettime(time.CLOCK_BOOTTIME) > began + _SURE_S:
                 raise Unavailable(
-                    f"{topic} was not deleted: to find out which stream it is took longer than {_SURE_S:g} s"
+                    f"{topic} was not deleted: to find out which stream it is took over {_SURE_S:g} s. Try: the same again"
                 )
         async with self._bounded(f"delete {topic}"):
             await self._kinesis.delete_stream(StreamName=topic, EnforceConsumerDeletion=True)

@@ -174,7 +174,8 @@ class GroupsFile(DurableFile):
         return {source: row for source, row in found.items() if row is not None and row.incarnation == incarnation}
 
     def forget_topic(self, topic: str, incarnation: bytes) -> None:
-        """Remove all groups' offsets of a topic, durably, and free its leases. Those of a later incarnation stay.
+        """Remove all groups' offsets of a topic, durably, and free its leases. The offsets of a later incarnation stay; its
+        members join again.
 
         The epochs stay: a topic of the same name goes on counting them, so a late commit for the old one is refused. The names of
         its groups stay, too (`ALL`): if the topic is created again, they read it from its beginning.

@@ -10,7 +10,8 @@ from services.core.broker.several.brokers import Brokers, shift_batch, shifted_e
 
 _ELSEWHERE = (
     "the pipe file says that it lives on {home}, and {there} has a topic of this name. Its events would be left behind there. "
-    "Try: on: {there}; or, when nobody needs these events, delete that topic"
+    "Try: on: {there}; a ?prefix= in the URL of {there}, if that topic is of others; or, when it is ours and nobody needs its "
+    "events, delete it"
 )
 Shift = Callable[[Mapping[int, int]], dict[int, int]]
 _ON_EACH = ("penstock.groups",)
@@ -114,12 +115,14 @@ class SeveralAdmin:
         return await (await self._brokers.of(topic)).admin.group_lag(group, topic)
 
     async def missing_rights(self, rights: Collection[Right]) -> list[Right]:
-        """`RightsReader`: a right to a topic where it lives, one to a group on each broker that has streams."""
+        """`RightsReader`: a right to a topic where it lives, one to a group on each broker that has streams. No other broker is
+        opened: the cluster of a destination may be down, and ingest has nothing to do with it."""
         missing: dict[Right, None] = {}
-        for name, broker in (await self._brokers.used()).items():
-            if isinstance(broker.admin, RightsReader):
-                here = [right for right in rights if self._is_on(right, name)]
-                missing |= dict.fromkeys(await broker.admin.missing_rights(here))
+        for name in self._brokers.names:
+            if here := [right for right in rights if self._is_on(right, name)]:
+                admin = (await self._brokers.named(name)).admin
+                if isinstance(admin, RightsReader):
+                    missing |= dict.fromkeys(await admin.missing_rights(here))
         return list(missing)
 
     def _is_on(self, right: Right, name: str) -> bool:

@@ -60,7 +60,7 @@ class SeveralBrokers:
         return first
 
     def is_contiguous(self, topic: str) -> bool:
-        """As in the contract. Only streams are on other brokers than the fleet's own."""
+        """As in the contract. Only streams and topics of others are on other brokers than the fleet's own."""
         return self.brokers.places.of(topic) not in self.brokers.noncontiguous
 
     @asynccontextmanager
