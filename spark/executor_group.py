@@ -12,12 +12,14 @@ import structlog
 from pyspark.sql import SparkSession
 
 from services.core.group_control import Figures, GroupState, Instance, SizeRefused
-from spark.java import JAVA_ERRORS, Executor, leave_executor, list_executors, order_executors
+from spark.java import JAVA_ERRORS, Executor, leave_executor, list_executors, live_executors, order_executors
 from spark.master import Executors, MasterKind
 
 T = TypeVar("T")
 GROUP = "executors"
 ANSWER_S = 10.0
+LOOK_EVERY_S = 15.0
+"""Between two looks whether executors are missing. They are ordered again, which changes nothing if they were not forgotten."""
 _STARTING, _SILENT = "Spark is starting", f"Spark has not answered within {ANSWER_S:.0f} s"
 log = structlog.get_logger()
 
@@ -38,6 +40,7 @@ class ExecutorGroup:
         self._session: SparkSession | None = None
         self._leaving = set[str]()
         self._stands_by = False
+        self._looked_at = time.monotonic()
         self._change: asyncio.Task[None] | None = None
 
     def open(self, session: SparkSession) -> None:
@@ -52,12 +55,15 @@ class ExecutorGroup:
         """A driver that stands by gives its executors back, and the one that works may have them. When it takes over, it orders
         as many as before. Raises SizeRefused.
 
-        Call this regularly: a master may give executors again, at the start and after its own restart.
+        Call this regularly: after its own restart a master, or YARN's application master, has forgotten what was ordered. It
+        gives executors to a driver that stands by, or too few to the one that works.
         """
         if stands_by:
             await self._run(self._give_back())
         elif self._stands_by:
             await self._run(self._take_over())
+        elif self._session is not None and time.monotonic() - self._looked_at > LOOK_EVERY_S:
+            await self._run(self._order_missing())
 
     async def _give_back(self) -> None:
         staying = [one for one in await self._ask(list_executors) if one.name not in self._leaving]
@@ -70,6 +76,11 @@ class ExecutorGroup:
     async def _take_over(self) -> None:
         await self._order(self._size)
         self._stands_by = False
+
+    async def _order_missing(self) -> None:
+        self._looked_at = time.monotonic()
+        if len(await self._ask(live_executors)) < self._size:
+            await self._order(self._size)
 
     def _check_works(self) -> None:
         if self._stands_by:
@@ -138,6 +149,7 @@ class ExecutorGroup:
             await self._order(self._size - 1)
             return
         chosen = min(staying, key=lambda one: (one.name not in failed, one.tasks, -int(one.name)))
+        await self._order(self._size)  # Spark counts down from the last order, and from 0 without one
         await self._leave(chosen.name, is_replaced=False)
 
     async def _staying(self) -> list[Executor]:

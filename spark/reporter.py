@@ -54,11 +54,29 @@ class PipeReporter:
             if done is not self._counted:  # the lags of a batch that is reported again are counted already
                 self._counted = done
                 self._read += done.read
-                self._histograms["lag_in"].observe_counts(done.lag_in)
-                self._histograms["lag_out"].observe_counts(done.lag_out)
-                self._histograms["process_time"].observe_counts(done.took)
+                self._count(done)
             if sets := done.sets.pack():
                 self._write(sets)
+
+    def _count(self, done: BatchReport) -> None:
+        pairs = [
+            (self._histograms["lag_in"], done.lag_in, done.earlier.lag_in),
+            (self._histograms["lag_out"], done.lag_out, done.earlier.lag_out),
+            (self._histograms["process_time"], done.took, done.earlier.took),
+        ]
+        if done.minute is not None:
+            for histogram, _, earlier in pairs:
+                histogram.observe_counts(earlier)
+            self._take_lags(done.minute - 1)
+        for histogram, every, earlier in pairs:
+            histogram.observe_counts(every - earlier)
+        if done.minute is not None:
+            self._take_lags(done.minute)
+
+    def _take_lags(self, minute: int) -> None:
+        """Put those that were counted since the last time into this minute."""
+        taken = [tap.drain(minute) for tap in self._taps]
+        self._lags = join_lags([*self._lags, *(lag for lag in taken if lag is not None)])
 
     def record_settled_up_to(self, millis: int | None) -> None:
         """Every record that was stored before this time (ms) is reported. None: not known."""
@@ -87,8 +105,7 @@ class PipeReporter:
         now = self._clock()
         if closed or not 0 <= now - self._lags_at < LAGS_EVERY_S:
             self._lags_at = now
-            taken = [tap.drain(int(now // 60)) for tap in self._taps]
-            self._lags = join_lags([*self._lags, *(lag for lag in taken if lag is not None)])
+            self._take_lags(int(now // 60))
         at_ms = int(now * 1000)
         report = Report(
             node=NODE,

@@ -9,7 +9,7 @@ import re
 import time
 from base64 import b64decode
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -38,11 +38,22 @@ STEPS = 200
 
 
 @dataclass(slots=True)
+class BatchLags:
+    """lag_in, lag_out: events by now - event time in ms, at the start and at the end of the batch, or of the event in real-time
+    mode. took: written events by the ms between these two."""
+
+    lag_in: Counter[int] = field(default_factory=Counter)
+    lag_out: Counter[int] = field(default_factory=Counter)
+    took: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
 class BatchReport:
     """What one batch of a pipe did.
 
-    dead: dead letters by reason. lag_in, lag_out: events by now - event time in ms, at the start and at the end of the batch.
-    took: written events by the ms between these two. sets: the outcome of each origin; empty without a ledger.
+    dead: dead letters by reason. lag_in, lag_out, took: as in `BatchLags`. sets: the outcome of each origin; empty without a
+    ledger. minute: of the end of a batch of real-time mode, whose events are timed one by one. earlier: of its lags, those that
+    were measured in the minute before that.
     """
 
     pipe: str
@@ -53,11 +64,33 @@ class BatchReport:
     lag_out: Counter[int] = field(default_factory=Counter)
     took: Counter[int] = field(default_factory=Counter)
     sets: Sets = field(default_factory=Sets)
+    minute: int | None = None
+    earlier: BatchLags = field(default_factory=BatchLags)
 
 
 def count_by_lag(lag_ms: Column) -> Column:
     """An expression for `DataFrame.observe`: the number of events by lag, for `read_lags`."""
     return f.call_function(LAGS, lag_ms)
+
+
+def count_by_minute(lag_ms: Column, at_ms: Column, name: str) -> list[Column]:
+    """As `count_by_lag`, once for even minutes of the clock and once for odd ones, for `read_minutes`. at_ms: of the measurement.
+
+    A batch of real-time mode lasts 15 s, so it has events of two minutes at most.
+    """
+    even, odd = _halves(name)
+    is_odd = (at_ms / MINUTE_MS).cast("long") % 2 == 1
+    return [count_by_lag(f.when(~is_odd, lag_ms)).alias(even), count_by_lag(f.when(is_odd, lag_ms)).alias(odd)]
+
+
+def read_minutes(row: Mapping[str, Any], name: str, minute: int) -> tuple[Counter[int], Counter[int]]:
+    """The lags that were measured in this minute, and those of the minute before."""
+    even, odd = (read_lags(row[one]) for one in _halves(name))
+    return (odd, even) if minute % 2 else (even, odd)
+
+
+def _halves(name: str) -> tuple[str, str]:
+    return name, f"{name}_odd"
 
 
 def age(time: Column) -> Column:

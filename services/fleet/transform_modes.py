@@ -8,14 +8,16 @@ from urllib.parse import urlsplit
 
 from services.core.pipes import PipeFile, Transform
 
+_ASKED = "mode is set"
 _REASONS = {
-    "asked": "mode is set",
-    "broker": "only Kafka can be read in real-time mode",
-    "python": "Spark runs no Python functions in real-time mode",
-    "deduplication": "deduplicate_within needs micro-batches",
-    "state": "it works on several events",
-    "interval": "interval is set, which only micro-batches have",
-    "plan": "it reads tables",
+    "asked": _ASKED,
+    "broker": "only Kafka can be read in real-time mode. Try: a broker kafka://HOST:9092, where seconds matter",
+    "python": "Spark runs no Python functions in real-time mode. Try: write the transform in SQL",
+    "deduplication": "deduplicate_within needs micro-batches. Try: leave it out, where receivers recognise repeated events by "
+    "their id",
+    "state": "it works on several events. Try: a pipe of its own for the part that treats each event by itself",
+    "interval": "interval is set, which only micro-batches have. Try: leave it out",
+    "plan": "it reads tables. Try: a pipe of its own for what works without them",
     "cluster": "the number of task slots of a cluster changes. Try: mode: real-time, with enough executors",
 }
 
@@ -33,7 +35,9 @@ class ExpectedMode(NamedTuple):
         if self.mode == "micro-batch":
             return f"runs in micro-batches: {_REASONS[self.why]}"
         if self.why == "asked":
-            return "runs in real-time mode, or does not start: mode is set"
+            return (
+                f"runs in real-time mode, or does not start: {_ASKED}. Try: mode: auto, which takes what Spark allows"
+            )
         if not is_known:
             on_kafka = "on Kafka it may run in real-time mode, unless its SQL works on several events"
             return f"runs in micro-batches on the embedded log; {on_kafka}"

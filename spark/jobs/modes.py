@@ -118,7 +118,9 @@ def _why_not(
     """The first reason against real-time mode; None: there is none but slots."""
     transform = prepared.transform
     if not broker.real_time:
-        return Reason("broker", "only Kafka can be read in real-time mode")
+        return Reason(
+            "broker", "only Kafka can be read in real-time mode. Try: a broker kafka://HOST:9092, where seconds matter"
+        )
     if transform.python is not None:
         return Reason("python", "Spark runs no Python functions in real-time mode. Try: write the transform in SQL")
     if transform.deduplicate_within is not None:
@@ -175,11 +177,18 @@ def _why_checkpoint_does_not(session: SparkSession, settings: TransformSettings,
         if identity is None:
             return None
         if identity.kind == PER_BATCH and (len(prepared.views) > 1 or list(identity.topics) != list(prepared.views)):
-            return Reason("checkpoint", "its checkpoint has several sources in one, which real-time mode cannot read")
+            return Reason(
+                "checkpoint",
+                "its checkpoint has several sources in one, which real-time mode cannot read. Try: a new checkpoint "
+                f"(penstock group reset {prepared.pipe} --to-earliest)",
+            )
         if identity.ran and checkpoint.newest("commits") is None:
-            return Reason("checkpoint", "its first batch is planned and not done")
+            return Reason(
+                "checkpoint",
+                "its first batch is planned and not done. Try: another start of the service, after that batch",
+            )
     except (CheckpointDamaged, *JAVA_ERRORS):
-        return Reason("checkpoint", "its checkpoint cannot be read")
+        return Reason("checkpoint", "its checkpoint cannot be read. Try: what the failure of its query says")
     return None
 
 

@@ -15,6 +15,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
 
+from services.core.ledger.minute import MINUTE_MS
 from services.core.topic_names import output_topic
 from spark.errors import is_of_broker, is_of_spark, shorten
 from spark.java import progress_since
@@ -43,8 +44,10 @@ from spark.reports import (
     began,
     clock_now,
     count_by_lag,
+    count_by_minute,
     gather_origins,
     read_lags,
+    read_minutes,
     read_origins,
 )
 from spark.transforms.view import FAILED_CHECK, READ_AT, TIME
@@ -64,7 +67,7 @@ _REPARTITION_CHECK = "spark.sql.streaming.checkUnfinishedRepartitionOnRestart"
 """Whether a start looks if somebody changed the number of the state's parts and did not finish. Nobody does that here, and with
 names this check of Spark 4.2.0 ends each start after an unfinished batch with `None.get` (SPARK-59662)."""
 _OUT = "out"
-_TOOK = "took"
+_LAGS, _TOOK = "lags", "took"
 _WRITTEN_AT = "_penstock_written"
 _MORE_SLOTS = (
     "Try: a larger PENSTOCK_TRANSFORM_MASTER, e.g. local[9], and a restart of the service; or mode: micro-batch"
@@ -263,18 +266,17 @@ def _metrics(query: Query) -> tuple[list[Any], list[Any]]:
 
     In real-time mode each event is timed by itself: its batch lasts long after it was written.
     """
-    lag_in, lag_out = age(f.col(TIME)), age(f.col("timestamp"))
-    if query.real_time:
-        lag_in = f.col(READ_AT) - f.unix_millis(f.col(TIME))
-        lag_out = f.col(_WRITTEN_AT) - f.unix_millis(f.col("timestamp"))
     events = f.count(f.lit(1)).alias("events")
-    in_metrics = [events, count_by_lag(lag_in).alias("lags"), f.count(FAILED_CHECK).alias("bad")]
-    out_metrics = [events, count_by_lag(lag_out).alias("lags")]
+    in_metrics, out_metrics = [events, f.count(FAILED_CHECK).alias("bad")], [events]
     if not query.real_time:
-        in_metrics.append(began())
-        out_metrics.append(began())
-    elif query.prepared.out.stamped:
-        out_metrics.append(count_by_lag(f.col(_WRITTEN_AT) - f.col(READ_AT)).alias(_TOOK))
+        in_metrics += [count_by_lag(age(f.col(TIME))).alias(_LAGS), began()]
+        out_metrics += [count_by_lag(age(f.col("timestamp"))).alias(_LAGS), began()]
+    else:
+        read, written = f.col(READ_AT), f.col(_WRITTEN_AT)
+        in_metrics += count_by_minute(read - f.unix_millis(f.col(TIME)), read, _LAGS)
+        out_metrics += count_by_minute(written - f.unix_millis(f.col("timestamp")), written, _LAGS)
+        if query.prepared.out.stamped:
+            out_metrics += count_by_minute(written - read, written, _TOOK)
     if query.ledger:
         in_metrics.append(gather_origins(f.col(FAILED_CHECK).isNull()).alias(ORIGINS))
         out_metrics.append(gather_origins().alias(ORIGINS))
@@ -289,27 +291,40 @@ def to_report(query: Query, progress: Any) -> tuple[BatchReport, int]:
     _check_counted(query, progress)
     report, lasted = BatchReport(query.pipe), progress["batchDuration"]
     begun = round(datetime.fromisoformat(progress["timestamp"]).timestamp() * 1000)
+    if query.real_time:
+        report.minute = (begun + lasted) // MINUTE_MS
     gathered, written, bad = [], NO_ORIGINS, 0
     for name, row in progress["observedMetrics"].items():
-        after = 0 if query.real_time or not row["events"] else begun - row["began"]
         if name == _OUT:
             report.written = row["events"]
             written = read_origins(row[ORIGINS]) if query.ledger else NO_ORIGINS
-            report.lag_out = read_lags(row["lags"], later_ms=0 if query.real_time else after + lasted)
-            if not query.real_time:
-                report.took = Counter({lasted: row["events"]})
-            elif query.prepared.out.stamped:
-                report.took = read_lags(row[_TOOK])
         else:
             bad += row["bad"]
             events = row["events"] - row["bad"]
             report.read += events
             if query.ledger:
                 gathered.append((read_origins(row[ORIGINS]), events))
-            report.lag_in += read_lags(row["lags"], later_ms=max(0, after))  # a repeated batch began long ago
+        if report.minute is not None:
+            _add_timed(report, row, report.minute, is_out=name == _OUT)
+            continue
+        after = begun - row["began"] if row["events"] else 0
+        if name == _OUT:
+            report.lag_out = read_lags(row[_LAGS], later_ms=after + lasted)
+            report.took = Counter({lasted: row["events"]})
+        else:
+            report.lag_in += read_lags(row[_LAGS], later_ms=max(0, after))  # a repeated batch began long ago
     if query.ledger:
         add_settled(report, gathered, written)
     return report, bad
+
+
+def _add_timed(report: BatchReport, row: Any, minute: int, *, is_out: bool) -> None:
+    """The lags of events that were timed one by one, from the observed values of a source or of the output."""
+    for found, name in (("lag_out", _LAGS), ("took", _TOOK)) if is_out else (("lag_in", _LAGS),):
+        if name in row:
+            now, before = read_minutes(row, name, minute)
+            getattr(report, found).update(now + before)
+            getattr(report.earlier, found).update(before)
 
 
 def _check_counted(query: Query, progress: Any) -> None:

@@ -19,6 +19,7 @@ from tests.integration.aws_account import MAX_OF_ONE, PIPES, POLICIES, SECRET, A
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/penstock:0.1.0"
 COMMANDS = {
     "aws": 'case "$*" in *get-secret-value*) echo hidden ;; *Values=observer*) cat "$FAKE/observer" ;; '
+    '*Values=transform*) cat "$FAKE/transform" ;; '
     '*describe-instances*) echo "[]" ;; esac',
     "curl": 'all="$*"; case "$all" in *-X*) echo token ;; *instance-id) echo i-1 ;; '
     '*9100*) grep -q "${all##*/}" "$FAKE/answers" ;; '
@@ -192,12 +193,18 @@ def test_the_autoscaler_knows_where_the_others_are(account: Account, tmp_path: P
     )
     [asks] = [line for line in script.splitlines() if "--query" in line and "targets" in line]
     [query] = re.findall(r'--query "(.*?)"', asks)
-    answer = {"Reservations": [{"Instances": [{"PrivateIpAddress": "10.0.0.1"}, {"PrivateIpAddress": "10.0.0.2"}]}]}
-    assert jmespath.search(query, answer) == [{"targets": ["10.0.0.1:9100", "10.0.0.2:9100"]}]
+    [instances] = re.findall(r'instances="(.*?)"', script)
+    role = "aws:elasticmapreduce:instance-group-role"
+    tags_of = [[], [{"Key": role, "Value": "MASTER"}], [{"Key": role, "Value": "CORE"}]]
+    found = [{"PrivateIpAddress": f"10.0.0.{number}", "Tags": tags} for number, tags in enumerate(tags_of)]
+    answer = {"Reservations": [{"Instances": found[:1]}, {"Instances": found[1:]}]}
+    query = query.replace("$instances", instances)
+    assert jmespath.search(query, answer) == [{"targets": ["10.0.0.0:9100", "10.0.0.1:9100"]}]
     group = account.group("observer")
     tags = {tag["Key"]: tag["Value"] for tag in group["Tags"] if tag["PropagateAtLaunch"]}
+    asked = script.replace("Values=$service ", f"Values={tags['penstock:service']} ")
     for tag in ("penstock:fleet", "penstock:service"):
-        assert f"Name=tag:{tag},Values={tags[tag]} " in script
+        assert f"Name=tag:{tag},Values={tags[tag]} " in asked
 
 
 def test_the_autoscaler_knows_where_the_observer_is(account: Account, tmp_path: Path) -> None:
@@ -214,11 +221,17 @@ def test_the_autoscaler_knows_where_the_observer_is(account: Account, tmp_path: 
     once = keeping.replace(str(tmp_path), "").replace("while true", "for round in 1 2")
     for answer, wanted in (("None", ""), ("10.0.0.7", "10.0.0.7 observer\n"), ("10.0.0.70", "10.0.0.70 observer\n")):
         (tmp_path / "fake" / "observer").write_text(f"{answer}\n")
+        (tmp_path / "fake" / "transform").write_text("None\n")
         run_on_instance(once, tmp_path)
         assert hosts.read_text() == f"127.0.0.1 localhost\n{wanted}"
+    (tmp_path / "fake" / "transform").write_text("10.0.0.8\n")
+    run_on_instance(once, tmp_path)
+    assert hosts.read_text() == "127.0.0.1 localhost\n10.0.0.70 observer\n10.0.0.8 transform\n"
     assert hosts.stat().st_ino == inode, "the container would keep the old file"
     assert (tmp_path / "etc" / "penstock" / "targets.json").read_text() == "[]\n"
     [query] = re.findall(r'--query "(sort_by.*?)"', keeping)
+    [instances] = re.findall(r'instances="(.*?)"', keeping)
+    query = query.replace("$instances", instances)
     old = {"LaunchTime": "2026-01-01T00:00:00+00:00", "PrivateIpAddress": "10.0.0.2"}
     new = {"LaunchTime": "2026-01-02T00:00:00+00:00", "PrivateIpAddress": "10.0.0.1"}
     assert jmespath.search(query, {"Reservations": [{"Instances": [new]}, {"Instances": [old]}]}) == "10.0.0.1"

@@ -130,10 +130,10 @@ def _run_on_two_workers(
         wait_for(lambda: lacking in service.output.read_text(), "the executors say what they lack")
         give_secret()
         pipeline.records("out", 200)
+        pipeline.send([event(1000, b"no json")])
         send(pipeline, 0, 200)
         send(pipeline, 200, 400)
         out = pipeline.records("out", 400)
-        pipeline.send([event(1000, b"no json")])
         assert {read_id(record) for record in pipeline.records("dead", 1)} == {"id-1000"}
         process.terminate()
         assert process.wait(600) == 0, service.output.read_text()[-3000:]

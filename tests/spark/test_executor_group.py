@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,9 @@ def has(*names: str) -> Callable[[Group], bool]:
 
 
 def test_executors_are_a_group(pipeline: BrokerPipeline, spark_cluster: SparkCluster, tmp_path: Path) -> None:
-    """Broken: a transform keeps the executors that it began with, whatever its load; or one that leaves takes a batch along; or a
-    driver that stands by takes the core of the executor that left, and the group never grows again."""
+    """Broken: a transform keeps the executors that it began with, whatever its load; or one that leaves takes a batch along; or
+    one that is lost after the group shrank is never replaced; or a driver that stands by takes the core of the executor that
+    left, and the group never grows again."""
     token = tmp_path / "token"
     token.write_text("0123456789abcdef0123456789abcdef\n")
     token.chmod(0o600)
@@ -57,7 +59,7 @@ def test_executors_are_a_group(pipeline: BrokerPipeline, spark_cluster: SparkClu
             for found in re.findall(r'"address": ?"([^"]+)".*management_port_open', service.output.read_text())
         )
         asyncio.run(_until_it_stands_by(second_at, token))
-        asyncio.run(_resize(first_at, token, lambda first, end: send(pipeline, first, end)))
+        asyncio.run(_resize(first_at, token, partial(send, pipeline), partial(_kill_executors, spark_cluster)))
         pipeline.records("out", 1200)
         process.terminate()
         assert process.wait(600) == 0, service.output.read_text()[-3000:]
@@ -68,13 +70,20 @@ def test_executors_are_a_group(pipeline: BrokerPipeline, spark_cluster: SparkClu
     assert Counter(read_id(record) for record in out).keys() == {f"id-{n}" for n in range(1600)}
 
 
+def _kill_executors(cluster: SparkCluster) -> None:
+    for one in cluster.executors():
+        one.kill()
+
+
 async def _until_it_stands_by(address: str, token: Path) -> None:
     async with open_executors(address, token) as driver:
         with pytest.raises(Away, match="this driver stands by"):
             await until(driver, lambda _group: False)
 
 
-async def _resize(address: str, token: Path, send_more: Callable[[int, int], None]) -> None:
+async def _resize(
+    address: str, token: Path, send_more: Callable[[int, int], None], kill_executors: Callable[[], object]
+) -> None:
     async with open_executors(address, token) as driver:
         group = await until(driver, has("0", "1"))
         assert (group.size, group.reporters) == (2, (address,))
@@ -91,12 +100,14 @@ async def _resize(address: str, token: Path, send_more: Callable[[int, int], Non
         assert figures.lag is not None, "the transform does not report its lag"
         with pytest.raises(SizeChanged, match="1 executors are ordered, not 2"):
             await driver.resize(GROUP, 2, 1)
+        await asyncio.to_thread(kill_executors)
+        await until(driver, has("2"))
         await driver.resize(GROUP, 1, 2)
         group = await until(driver, lambda group: len(group.members) == 2)
         newest = group.members[-1].name
-        assert newest == "2"
+        assert newest == "3"
         await driver.replace(GROUP, newest)
         await asyncio.to_thread(send_more, 800, 1200)
-        await until(driver, lambda group: [one.name for one in group.members if not one.leaving][-1:] == ["3"])
-        with pytest.raises(SizeChanged, match="no executor 2"):
+        await until(driver, lambda group: [one.name for one in group.members if not one.leaving][-1:] == ["4"])
+        with pytest.raises(SizeChanged, match="no executor 3"):
             await driver.replace(GROUP, newest)

@@ -20,6 +20,7 @@ class Java:
         self.executors = [Executor(name, 0.0, 0, 0.0) for name in ("0", "1", "2")]
         self.answers, self.left, self.orders = threading.Event(), list[str](), list[int]()
         monkeypatch.setattr(executor_group, "list_executors", lambda _session: list(self.executors))
+        monkeypatch.setattr(executor_group, "live_executors", lambda _session: [one.name for one in self.executors])
         monkeypatch.setattr(executor_group, "order_executors", self._order)
         monkeypatch.setattr(executor_group, "leave_executor", self._leave)
 
@@ -80,3 +81,30 @@ async def test_a_driver_that_stands_by_holds_no_executors(monkeypatch: pytest.Mo
         await group.set_standby(False)
         assert java.orders == [0, 0, 3]
     assert (await group.describe(GROUP)).size == 3
+
+
+@pytest.mark.parametrize("kind", [MasterKind.STANDALONE, MasterKind.YARN])
+async def test_what_was_forgotten_is_ordered_again(monkeypatch: pytest.MonkeyPatch, kind: MasterKind) -> None:
+    """Broken: after its first order to shrink Spark replaces no executor that is lost, because it counts down from 0; or YARN
+    starts another application master, which gives the number of the start, whatever was ordered."""
+    java, group = Java(monkeypatch), ExecutorGroup(kind, Executors(1, 3, 1, 1, "python"))
+    java.answers.set()
+    session: Any = object()
+    await group.set_standby(False)
+    group.open(session)
+    if kind is MasterKind.YARN:
+        await group.resize(GROUP, 1, 3, ())
+    await group.resize(GROUP, 3, 2, ())
+    assert (java.orders[-1], java.left) == (3, ["2"])
+    java.executors = java.executors[:2]
+    before = list(java.orders)
+    monkeypatch.setattr(executor_group, "LOOK_EVERY_S", -1.0)
+    await group.set_standby(False)
+    assert java.orders == before, "it orders although none is missing"
+    java.executors = java.executors[:1]
+    monkeypatch.setattr(executor_group, "LOOK_EVERY_S", 600.0)
+    await group.set_standby(False)
+    assert java.orders == before, "it looks twice a second"
+    monkeypatch.setattr(executor_group, "LOOK_EVERY_S", -1.0)
+    await group.set_standby(False)
+    assert java.orders == [*before, 2]

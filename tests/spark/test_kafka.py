@@ -193,6 +193,7 @@ def test_real_time(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch)
         "how late events are in real-time mode is not reported"
     )
     assert counts["process_time"] == counts["lag_out"], "an event's time is not its own"
+    assert counts["lag_out"] == sum(report.written for report in pipeline.batches), "events without a lag"
     took = sum(lag.total_ms for lag in lags if lag.kind == "process_time")
     assert took < 30_000 * counts["process_time"], "that is the batch's time, not the events'"
 

@@ -11,7 +11,7 @@ from pyspark.sql import functions as f
 from services.core.broker.record import Record
 from services.core.event import ID
 from services.core.lag import LagHistogram
-from spark.reports import count_by_lag, read_lags
+from spark.reports import count_by_lag, count_by_minute, read_lags, read_minutes
 from tests.spark.log_pipeline import LogPipeline
 
 SHARES = (0.5, 0.95, 0.99)
@@ -60,3 +60,20 @@ def test_every_event_is_counted_with_its_lag(spark: SparkSession) -> None:
         assert abs(lag - exact) <= 0.0026 * abs(exact) + 0.5
     assert read_lags(seen.get["lags"], later_ms=7).keys() == {lag + 7 for lag in found}
     assert not read_lags("")
+
+
+def test_lags_of_two_minutes(spark: SparkSession) -> None:
+    """If this fails, lags of real-time mode count in the minute in which their batch ended, or in another one."""
+    seen, end = Observation(), 29_000_001
+    rows = [
+        (7, end * 60_000 - 1),
+        (8, end * 60_000),
+        (9, end * 60_000 + 14_999),
+        (190, end * 60_000 - 15_000),
+        (None, None),
+    ]
+    counted = count_by_minute(f.col("lag"), f.col("at"), "lags")
+    frame = spark.createDataFrame(rows, "lag LONG, at LONG").observe(seen, *counted)
+    frame.write.format("noop").mode("overwrite").save()
+    assert read_minutes(seen.get, "lags", end) == (Counter([8, 9]), Counter([7, 190]))
+    assert read_minutes(seen.get, "lags", end - 1)[0] == Counter([7, 190])

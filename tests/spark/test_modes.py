@@ -81,7 +81,10 @@ def chosen(
     )
     session: Any = None
     settings = TransformSettings.model_validate({"master": master, "batch_timeout": batch_timeout})
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr("spark.jobs.modes.log", SimpleNamespace(info=lambda _event, **more: said.append(more)))
     found = choose_modes(session, settings, broker, session, pipes)
+    assert all(". Try: " in one.get("because", ". Try: ") for one in said), "nobody knows what to do about it"
     for each in found:
         may_fall_back = each.real_time and each.transform.mode == "auto"
         assert (each.fallback is not None) is may_fall_back
@@ -112,10 +115,7 @@ def chosen(
 def test_reasons(monkeypatch: pytest.MonkeyPatch, prepared: Prepared, why: str) -> None:
     """If this fails, a pipe runs in a mode that Spark refuses, or that loses origins; or it is slow without need, or nobody knows
     what to do about it."""
-    said: list[dict[str, Any]] = []
-    monkeypatch.setattr("spark.jobs.modes.log", SimpleNamespace(info=lambda _event, **more: said.append(more)))
     assert modes(monkeypatch, prepared) == [(not why, why)]
-    assert not why or ". Try: " in said[-1]["because"]
 
 
 def test_a_refusal_of_spark_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from services.core.ledger.report import Report, decode_report, unpack_numbers
 from services.core.ledger.reporter import HEARTBEAT_S
 from spark.records import OffsetRange, cut_evenly
 from spark.reporter import PipeReporter
-from spark.reports import BatchReport, Gathered, add_accepted, add_settled, origins_of, union, without
+from spark.reports import BatchLags, BatchReport, Gathered, add_accepted, add_settled, origins_of, union, without
 from spark.transforms.output import number_batch
 
 
@@ -156,6 +156,27 @@ def test_reporter_reports_batches_and_heartbeats() -> None:
     assert not beat.sets
     assert not beat.lags
     assert [report.closed for report in (reported, beat, end)] == [False, False, True]
+
+
+def test_lags_of_real_time_mode_are_in_their_minutes() -> None:
+    """If this fails, the table of lags has up to 15 s of each minute in the next one, or counts them twice, or not at all."""
+    shelf, clock = Shelf(), Clock()
+    reporter = PipeReporter("p", shelf.append, clock)
+    done = BatchReport("p", lag_in=Counter([5, 5, 6]), lag_out=Counter([7, 8]), took=Counter({2: 2}), minute=1000)
+    done.earlier = BatchLags(lag_in=Counter([5]), lag_out=Counter([8]), took=Counter({2: 1}))
+    for _ in range(2):  # the second time after a failure of the caller
+        reporter.report(done)
+        reporter.report_heartbeat()
+    reporter.close()
+    lags = [lag for report in shelf.reports() for lag in report.lags]
+    assert sorted((lag.kind, lag.minute, lag.count, lag.total_ms) for lag in lags) == [
+        ("lag_in", 999, 1, 5),
+        ("lag_in", 1000, 2, 11),
+        ("lag_out", 999, 1, 8),
+        ("lag_out", 1000, 1, 7),
+        ("process_time", 999, 1, 2),
+        ("process_time", 1000, 1, 2),
+    ]
 
 
 def test_reporter_that_cannot_write() -> None:

@@ -393,3 +393,39 @@ def test_a_table_of_a_database(
     seen += capfd.readouterr()
     assert not [text for text in seen if PASSWORD in text or "s3cret" in text]
     assert table.rows == 2, "the last content stays"
+
+
+def test_a_running_pipe_follows_a_table_of_a_database(
+    postgres: Postgres, pipeline: LogPipeline, refreshed: Refreshed
+) -> None:
+    """Broken: a pipe joins with the rows that a database had at its start, until somebody restarts the transform; or it stops
+    when the database refuses its password."""
+    postgres.execute("CREATE TABLE carriers (code text, name text)", "INSERT INTO carriers VALUES ('UA', 'United')")
+    secret = pipeline.folder / "database.secret"
+    secret.write_text(PASSWORD)
+    secret.chmod(0o600)
+    jdbc = {
+        "url": postgres.url,
+        "query": "SELECT code, name FROM carriers",
+        "user": USER,
+        "password": {"file": secret.name},
+    }
+    known = {"names": {"jdbc": jdbc, "columns": NAMES["names"]["columns"], "refresh": "1s"}}
+    table = refreshed(pipeline.pipe(columns=COLUMNS, sql=JOIN, known=known))["names"]
+    send(pipeline, flew(0, "UA"), flew(1, "AA"))
+    postgres.execute("UPDATE carriers SET name = 'Ünited'", "INSERT INTO carriers VALUES ('AA', 'American')")
+    wait_for(lambda: table.version == 2, "the new rows")
+    send(pipeline, flew(2, "UA"), flew(3, "AA"))
+    before = failures()
+    secret.write_text("former")
+    wait_for(lambda: failures() > before, "a failure")
+    send(pipeline, flew(4, "UA"))
+    wait_for(lambda: len(pipeline.out) == 5, "all results")
+    assert names_in(pipeline) == {
+        "id-0": "United",
+        "id-1": None,
+        "id-2": "Ünited",
+        "id-3": "American",
+        "id-4": "Ünited",
+    }
+    assert pipeline.problem is None

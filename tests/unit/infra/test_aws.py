@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from services.autoscaler.app import check_groups
 from services.autoscaler.settings import AutoscalerSettings
 from services.core.address import is_loopback, parse_address
 from services.core.broker.prefix import check_prefix
@@ -280,7 +281,7 @@ def test_a_registry_has_its_schemas_in_the_bucket() -> None:
 
 def test_a_transform_on_emr() -> None:
     """Broken: the script of EMR's nodes gives settings that the transform does not know, gets other arguments than it reads, or
-    may not read what it fetches."""
+    may not read what it fetches; or the autoscaler asks another transform, or with another token."""
     found, script = template("emr.yaml"), (FOLDER / "emr-bootstrap.sh").read_text()
     given = dict(re.findall(r"(PENSTOCK_[A-Z_]+)=(\S+)", script))
     for name, value in (("prefix", "acme."), ("region", "eu-west-1"), ("bucket", "mine"), ("executors", "2-10")):
@@ -291,9 +292,25 @@ def test_a_transform_on_emr() -> None:
     assert settings.executor_settings().most == 10
     known = {variable_name(TransformSettings, field) for field in TransformSettings.model_fields}
     assert given.keys() - known == {"PENSTOCK_CONFIG", "PENSTOCK_JARS"}
+    assert settings.executor_settings().resized
+    assert "Environment=PENSTOCK_TRANSFORM_CONTROL_TOKEN_FILE" not in script, "also where there is no token"
     action = found["Resources"]["Cluster"]["Properties"]["BootstrapActions"][0]["ScriptBootstrapAction"]
-    asked = [next(iter(one.values())).rpartition("::")[2].lower() for one in action["Args"]]
-    assert re.findall(r"(\w+)=\$\d", script) == asked == ["bucket", "wheel", "region", "prefix", "executors"]
+    *always, token = action["Args"]
+    assert token == {"Fn::If": ["HasSecret", {"Ref": "Secret"}, "none"]}
+    asked = [next(iter(one.values())).rpartition("::")[2].lower() for one in always]
+    assert re.findall(r"(\w+)=\$\d", script) == [*asked, "secret"]
+    assert asked == ["bucket", "wheel", "region", "prefix", "executors"]
+    service = template("service.yaml")
+    [(_, names)] = service["Resources"]["Template"]["Properties"]["LaunchTemplateData"]["UserData"][
+        "Fn::Base64"
+    ].values()
+    flags = dict(re.findall(r"--env (\w+)=(\S+)", names["WithTransform"]["Fn::If"][1]))
+    flags["PENSTOCK_AUTOSCALER_GROUPS"] = '{"executors": {"max": 10}}'
+    autoscaler = load_settings(AutoscalerSettings, ["--broker", "kinesis://eu-west-1"], flags)
+    check_groups(autoscaler)
+    assert autoscaler.transform == f"transform:{parse_address(given['PENSTOCK_TRANSFORM_MANAGEMENT'])[1]}"
+    tags = {one["Key"]: one["Value"] for one in found["Resources"]["Cluster"]["Properties"]["Tags"]}
+    assert tags["penstock:service"] == "transform"
     statements = found["Resources"]["NodeRole"]["Properties"]["Policies"][0]["PolicyDocument"]["Statement"]
     readable = {one["Fn::Sub"].partition("/")[2] for one in statements[0]["Resource"]}
     assert readable == {"pipes.yaml", "penstock.yaml", "emr-bootstrap.sh", "${Wheel}"}
@@ -368,8 +385,8 @@ def test_no_secret_is_in_a_template() -> None:
     for path in FOLDER.iterdir():
         if path.is_file():
             assert not re.search(r"whsec_|psk_|AKIA|BEGIN [A-Z ]*PRIVATE|SecretString:", path.read_text()), path
-    secret = template("service.yaml")["Parameters"]["Secret"]
-    assert secret["AllowedPattern"].startswith("(arn:")
+    for file, name in (("service.yaml", "Secret"), ("service.yaml", "TransformSecret"), ("emr.yaml", "Secret")):
+        assert template(file)["Parameters"][name]["AllowedPattern"].startswith("(arn:")
 
 
 def test_streams_without_a_pipe_file_that_is_right(tmp_path: Path) -> None:
