@@ -14,8 +14,10 @@ VARIABLE = "PENSTOCK_TEST_TURNS"
 """`all`, or the number of the day: workers that begin before midnight and after it must run the same tests."""
 _SERVICE, _KAFKA = "tests/spark/test_service.py::", "tests/spark/test_kafka.py::"
 _MOVES = "tests/kafka/test_migrate.py::test_a_stream_moves_there_and_back"
+_KILLED = "tests/integration/test_kinesis_migrate.py::test_killed_at_any_step_in_many_histories"
 _DEMO, _PROCESSES = "tests/integration/test_demo.py::", "tests/faults/test_processes.py::"
 GROUPS: tuple[tuple[str, ...], ...] = (
+    *(tuple(f"{_KILLED}[{seed}]" for seed in seeds) for seeds in (range(3, 7), range(7, 11), range(11, 13))),
     (f"{_MOVES}[log-kafka-11]", f"{_MOVES}[kafka-log-12]", f"{_MOVES}[kafka-kafka-13]"),
     (
         "tests/faults/test_migration.py::test_to_kafka[log]",
