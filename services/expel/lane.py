@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from services.core.broker.contract import Broker, Start
-from services.core.broker.reading import find_existing
 from services.core.consuming import GroupMember
 from services.core.lifecycle import wait_for_stop
 from services.core.pauses import NOT_READ
@@ -87,4 +86,7 @@ class Lane:
         if not self._has_joined:
             await self._ledger.before_join()
             self._has_joined = True
-        return [*self._topics, *await find_existing(self._broker.admin, self._optional_topics)]
+        if not self._optional_topics:
+            return self._topics
+        existing = await self._broker.admin.topics()
+        return [*self._topics, *(topic for topic in self._optional_topics if topic in existing)]

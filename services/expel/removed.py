@@ -24,7 +24,7 @@ from services.core.broker.contract import Broker, PartitionRange
 from services.core.broker.errors import BrokerError, DataDamaged, RecordTooLarge
 from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.producer import Producer, send_by_key
-from services.core.broker.reading import find_existing, read_topic
+from services.core.broker.reading import read_topic
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.consuming import GroupMember, Membership
 from services.core.lifecycle import wait_for_stop
@@ -74,7 +74,8 @@ class RemovedLane:
         return (step._replace(what=f"removed {self.name}: {step.what}") for step in self._member.steps())
 
     async def _find_topics(self) -> list[str]:
-        return await find_existing(self._broker.admin, self._topics)
+        existing = await self._broker.admin.topics()
+        return [topic for topic in self._topics if topic in existing]
 
 
 class RemovedPipe:
@@ -113,9 +114,9 @@ class RemovedPipe:
 
     async def _find_lanes(self) -> list[str]:
         """The lanes that no earlier call returned. Reads the new records of the topics."""
-        found = set[str]()
-        for topic in await find_existing(self._broker.admin, (retry_topic(self.name), parked_topic(self.name))):
-            for partition, held in (await self._broker.reader.describe(topic)).items():
+        existing, found = await self._broker.admin.topics(), set[str]()
+        for topic in (retry_topic(self.name), parked_topic(self.name)):
+            for partition, held in (await self._broker.reader.describe(topic) if topic in existing else {}).items():
                 source = TopicPartition(topic, partition)
                 unread = PartitionRange(max(held.start, self._read.get(source, held.start)), held.end)
                 with suppress(DataDamaged):  # the lanes report it

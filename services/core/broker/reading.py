@@ -1,24 +1,14 @@
 """Reading partitions without a group: from beginning to end, or the newest records."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from services.core.broker.contract import Admin, Broker, PartitionRange, Reader
+from services.core.broker.contract import Broker, PartitionRange, Reader
 from services.core.broker.errors import DataDamaged, OffsetOutOfRange, UnknownTopic
 from services.core.broker.record import Batch, TopicPartition
 
 PAGE = 500
-
-
-async def find_existing(admin: Admin, topics: Iterable[str]) -> list[str]:
-    """Those of these topics that exist. Only the brokers that they live on are asked. Raises BrokerError kinds."""
-    found = []
-    for topic in topics:
-        with suppress(UnknownTopic):
-            await admin.incarnation(topic)
-            found.append(topic)
-    return found
 
 
 async def read_topic(
