@@ -21,9 +21,8 @@ def find(order: str, at_least: str = "") -> dict:
 
 def append(stream: str, *events: dict) -> str:
     url, body = f"{INGEST}/v1/streams/{stream}/events", json.dumps(events).encode()
-    return urlopen(Request(url, body, {"Content-Type": "application/json"}), timeout=30).headers.get(
-        "Penstock-Token", ""
-    )
+    request = Request(url, body, {"Content-Type": "application/json"})
+    return urlopen(request, timeout=30).headers.get("Penstock-Token", "")
 
 
 class Folder(BaseHTTPRequestHandler):

@@ -13,7 +13,7 @@ from aiokafka.protocol.admin import CreateAclsRequest, DeleteAclsRequest
 
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import TopicSpec
-from services.core.broker.errors import BrokerError, NotAllowed, OutcomeUnknown, Unavailable
+from services.core.broker.errors import BrokerError, NotAllowed, OutcomeUnknown, TopicExists, Unavailable
 from services.core.broker.existing import target_name
 from services.core.broker.kafka.access import Access
 from services.core.broker.kafka.cluster import Cluster, Timing
