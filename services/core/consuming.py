@@ -367,11 +367,8 @@ class Membership:
         try:
             async with asyncio.timeout(_LAG_LIMIT_S):
                 await ledger.measure_ends()
-        except (
-            BrokerError,
-            TimeoutError,
-        ) as error:  # of another topic: it must not hide that this member's topics move
-            failed = error
+        except (BrokerError, TimeoutError) as error:
+            failed = error  # of another topic: it must not hide that this member's topics move
         async with asyncio.timeout(_LAG_LIMIT_S):
             lags = await consumer.lag()
         self._show_lags(lags)

@@ -60,6 +60,18 @@ async def test_create_describe_delete(harness: Harness) -> None:
             await broker.reader.describe(name)
 
 
+async def create_again(broker: Broker, name: str) -> None:
+    """The topic was deleted. Its name is free a moment later."""
+
+    async def is_created() -> bool:
+        if name in await broker.admin.topics():
+            return False
+        await broker.admin.create_topic(TopicSpec(name, partitions=1))
+        return True
+
+    await until_async(is_created, "the name is free again")
+
+
 async def test_a_topic_that_was_created_again_is_not_deleted_for_the_former_one(harness: Harness) -> None:
     """If it fails, a command that was frozen before it deletes a former topic deletes the stream that has the name by now."""
     async with harness.open() as broker:
@@ -67,14 +79,7 @@ async def test_a_topic_that_was_created_again_is_not_deleted_for_the_former_one(
         await broker.admin.create_topic(TopicSpec(name, partitions=1))
         former = await broker.admin.incarnation(name)
         await broker.admin.delete_topic(name, former)
-
-        async def created_again() -> bool:
-            if name in await broker.admin.topics():
-                return False
-            await broker.admin.create_topic(TopicSpec(name, partitions=1))
-            return True
-
-        await until_async(created_again, "the name is free again")
+        await create_again(broker, name)
         await append(broker, name, [record(77)])
         for other in (former, "id of another kind of broker"):
             with pytest.raises(UnknownTopic):
@@ -95,14 +100,7 @@ async def test_deleting_forgets_the_groups_offsets(harness: Harness, start: Star
         async with broker.consumer(group, [name], start="earliest", on_revoke=ignore_revoke) as consumer:
             await consumer.commit(marks_of(await read(consumer, 5)))
         await broker.admin.delete_topic(name)
-
-        async def created_again() -> bool:
-            if name in await broker.admin.topics():
-                return False
-            await broker.admin.create_topic(TopicSpec(name, partitions=1))
-            return True
-
-        await until_async(created_again, "the name is free again")
+        await create_again(broker, name)
         await append(broker, name, [record(77)])
         async with broker.consumer(group, [name], start=start, on_revoke=ignore_revoke) as consumer:
             assert numbers_of(await read(consumer, 1)) == [77]
