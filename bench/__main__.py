@@ -25,7 +25,7 @@ from bench.local_retries import local_retries
 from bench.main_path import ingest_figures
 from bench.memory import kafka_memory, log_memory
 from bench.registry import registry_figures
-from bench.setup import Setup, tell
+from bench.setup import SERVER_JAVA, Setup, tell
 from bench.tls import tls_figures
 from bench.transform import transform_figures
 from services.core.jvm.kafka import KafkaCluster
@@ -64,7 +64,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name, ExitStack() as stack:
         folder, bootstrap = Path(name), ""
         if not WITHOUT_KAFKA.issuperset(args.only):
-            options = {"brokers": args.brokers, "heap_mb": 512, "java_options": ("-XX:+UseG1GC",)}
+            options = {"brokers": args.brokers, "heap_mb": 512, "java_options": SERVER_JAVA}
             bootstrap = stack.enter_context(KafkaCluster(folder / "kafka", **options)).bootstrap
         setup = Setup(folder, bootstrap, args.events, args.rounds)
         figures: list[Figure] = []

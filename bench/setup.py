@@ -16,6 +16,8 @@ from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
 
 CPU = "CPU-s per million events"
+SERVER_JAVA = ("-XX:+UseG1GC",)
+"""Java's options of a broker. Tests use its quick compiler, whose code encrypts so slowly that polls are small."""
 
 
 @dataclass(frozen=True, slots=True)

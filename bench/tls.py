@@ -7,7 +7,7 @@ from dataclasses import replace
 from bench.delivery import measure_expel, receiver
 from bench.figures import Figure
 from bench.main_path import ingest
-from bench.setup import CPU, Setup, send_load, tell
+from bench.setup import CPU, SERVER_JAVA, Setup, send_load, tell
 from tests.support.secured_kafka import SecuredKafka
 
 SIZE = 100
@@ -18,7 +18,7 @@ def tls_figures(setup: Setup) -> list[Figure]:
     """Batches of 100. Goal: at most 1.3 times as much with TLS."""
     folder = setup.folder / "secured"
     folder.mkdir()
-    with SecuredKafka(folder) as kafka:
+    with SecuredKafka(folder, SERVER_JAVA) as kafka:
         security = kafka.write(folder / "client", mechanism="SCRAM-SHA-256")
         ways = {
             "plaintext": replace(setup, bootstrap=kafka.cluster.bootstrap),

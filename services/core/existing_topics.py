@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -138,15 +139,15 @@ class _Columns:
         times = [record.timestamp for record in records]
         if not self._rules:
             return _Found(ids, keys, times)
+        values = [record.value or b"" for record in records]
         try:
-            text = b"".join([record.value or b"" for record in records])
+            text = b"".join(values)
             if not text.isascii():
                 text.decode()  # fields that no rule names are not decoded
-            documents = [self._decode(record.value or b"") for record in records]
+            documents = list(map(self._decode, values))
             columns = {name: _column(documents, path) for name, path in self._rules.items()}
             if (column := columns.get("time")) is not None:
-                found = [_read_time(value, time) for value, time in zip(column, times, strict=True)]
-                times = [time if own is None else own for own, time in zip(found, times, strict=True)]
+                times = _read_times(column, times)
         except (msgspec.DecodeError, UnicodeDecodeError, _Misfit, RecursionError):
             return None
         if (column := columns.get("id")) is not None and (ids := _encode(column, MAX_ID_BYTES)) is None:
@@ -173,14 +174,23 @@ def _payload_type(paths: Sequence[Sequence[str]]) -> Any:
 
 
 def _column(documents: Sequence[Any], path: Sequence[str]) -> list[Any]:
-    """Raises _Misfit where one field is below another one that a rule names."""
-    column = list(documents)
-    for name in path:
-        field = f"f_{name.encode().hex()}"
-        if any(isinstance(value, dict) for value in column):
+    """documents: of `_payload_type`. Raises _Misfit where one field is below another one that a rule names."""
+    first, *below = (f"f_{name.encode().hex()}" for name in path)
+    column = list(map(attrgetter(first), documents))
+    for field in below:
+        if dict in set(map(type, column)):
             raise _Misfit
         column = [getattr(value, field, None) for value in column]
     return column
+
+
+def _read_times(column: list[Any], timestamps: list[int]) -> list[int]:
+    """As `_read_time` of each; the timestamp where there is none. Raises _Misfit."""
+    latest = min(LATEST_MS, min(timestamps) + DAY_MS)
+    if set(map(type, column)) == {int} and min(column) >= SECONDS_BELOW and max(column) <= latest:
+        return column
+    found = map(_read_time, column, timestamps)
+    return [time if own is None else own for own, time in zip(found, timestamps, strict=True)]
 
 
 def _encode(column: list[Any], most: int) -> list[bytes] | None:
@@ -250,15 +260,12 @@ class Translation:
         if found is None:
             return None
         ids = found.ids or [b"%b%d" % (prefix, offset) for offset in offsets]
-        run, first = f"{topic_incarnation(topic_id, offsets[0])}:{batch.partition}:".encode(), epoch * TOPIC_NUMBERS
+        arrivals = {time: (ARRIVAL, b"%d" % time) for time in {record.timestamp for record in records}}
         return [
-            Record(
-                key,
-                record.value,
-                time,
-                ((ID, event_id), (ARRIVAL, b"%d" % record.timestamp), (ORIGIN, b"%b%d" % (run, offset - first))),
+            Record(key, record.value, time, ((ID, event_id), arrivals[record.timestamp], (ORIGIN, origin)))
+            for record, event_id, origin, key, time in zip(
+                records, ids, _origins(topic_id, batch.partition, offsets), found.keys, found.times, strict=True
             )
-            for record, offset, event_id, key, time in zip(records, offsets, ids, found.keys, found.times, strict=True)
         ]
 
     def _translate(self, record: Record, default_id: bytes, origin: bytes) -> Record:

@@ -5,7 +5,7 @@ import json
 import secrets
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,9 +39,11 @@ class SecuredKafka:
     `aws_keys`, in REGION; and `brief`: as `scram`, and it wants a new login on each connection every BRIEF_S.
 
     Certificates are for the address 127.0.0.1, not for the name localhost. passwords: by user. A context manager that blocks.
+
+    java_options: for speed, not FAST_START: Java's quick compiler encrypts at some 20 MB/s.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, java_options: Sequence[str] = FAST_START) -> None:
         self.folder = folder
         self.ours, self.foreign = Authority(folder / "ours"), Authority(folder / "foreign")
         self.client, self.foreign_client = self.ours.sign("client"), self.foreign.sign("client")
@@ -62,7 +64,7 @@ class SecuredKafka:
             folder / "kafka",
             brokers=1,
             format_options=options,
-            java_options=(*FAST_START, allowed),
+            java_options=(*java_options, allowed),
             more_jars=[compiled_jar("penstock-msk-tokens", [_MSK_TOKENS], beside=kafka)],
         )
         self.ports = {name: free_port() for name in ("tls", *_LOGINS)}

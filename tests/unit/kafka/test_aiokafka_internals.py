@@ -17,7 +17,7 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka import errors as kafka
 from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import AIOKafkaConnection, CloseReason
-from aiokafka.consumer.fetcher import Fetcher, FetchResult
+from aiokafka.consumer.fetcher import Fetcher, FetchResult, PartitionRecords
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.protocol.admin import ApiVersionRequest
 from aiokafka.protocol.metadata import MetadataRequest
@@ -44,6 +44,7 @@ _READ = {
     Fetcher._proc_fetch_request: "59bf948fff47",
     Fetcher.fetched_records: "be4348896b9b",
     FetchResult.getall: "3e717e30de50",
+    PartitionRecords._unpack_records: "b803e6d46480",
     GroupCoordinator._do_heartbeat: "dc1d6632aaa6",
     GroupCoordinator._send_req: "fa4b12e914ce",
     GroupCoordinator.ensure_coordinator_known: "4dfb9ccd877a",

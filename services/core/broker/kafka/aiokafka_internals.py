@@ -105,6 +105,15 @@ class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
             waiter.result()
         return await super().fetched_records(partitions or self._came_first(), 0, max_records)
 
+    async def _proc_fetch_request(self, *request: Any) -> Any:
+        """As aiokafka's, but polls return the records as its decoder made them. To make a ConsumerRecord of each took a
+        seventh of expel's CPU."""
+        came = await super()._proc_fetch_request(*request)
+        for result in self._records.values():
+            if isinstance(result, FetchResult) and result._partition_records is not None:
+                result._partition_records._consumer_record = _as_decoded
+        return came
+
     def _came_first(self) -> list[KafkaPartition]:
         chosen, size = [], 0
         for source, result in self._records.items():
@@ -141,6 +150,10 @@ class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
                     history.record(first, epoch)
                 if code == CORRUPT and source not in self._records:  # aiokafka would ask again, and tell nobody
                     self._set_error(source, kafka.CorruptRecordException(f"{topic}[{number}]"))
+
+
+def _as_decoded(_source: KafkaPartition, record: Any) -> Any:
+    return record
 
 
 def _size_of(result: Any) -> int:

@@ -57,7 +57,7 @@ def pack(records: Sequence[Record], limit: int, identity: Identity, sequence: in
 
 
 def make_batch(source: TopicPartition, rows: Sequence[Any], *, timed: bool = True) -> Batch:
-    """Rows of one partition, at least one, in offset order; each has offset, key, value, timestamp and headers (a tuple).
+    """Rows of one partition, at least one, in offset order; each has offset, key, value, timestamp and headers.
 
     The records are as their writer had them: the timestamp is the time in TIME, where there is one. timed: False for a topic of
     others, where that header is of another fleet, or of anybody.
@@ -69,7 +69,7 @@ def make_batch(source: TopicPartition, rows: Sequence[Any], *, timed: bool = Tru
     records = []
     name = TIME if timed else None
     for row in rows:
-        time, headers = row.timestamp, _without_null(row.headers) if has_null else row.headers
+        time, headers = row.timestamp, _without_null(row.headers) if has_null else tuple(row.headers)
         if headers and headers[-1][0] == name:  # as `restore_time`: a call for each record takes as long as all of this
             text = headers[-1][1]
             if text.isdigit() and len(text) <= MAX_MILLIS_DIGITS:
