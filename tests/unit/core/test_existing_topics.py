@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -26,7 +27,16 @@ from services.core.event import (
     Origin,
     is_of_topic,
 )
-from services.core.existing_topics import MOMENT, NUMBER, Translation, existing_topics, target_homes
+from services.core.existing_topics import (
+    DAY_MS,
+    LATEST_MS,
+    MOMENT,
+    NUMBER,
+    SECONDS_BELOW,
+    Translation,
+    existing_topics,
+    target_homes,
+)
 from services.core.ledger.accumulator import _ORIGIN
 from services.core.ledger.report import MAX_NUMBER
 from services.core.pipe_references import find_broken_references
@@ -91,6 +101,21 @@ def test_a_batch_of_usual_records_gives_the_same_events(last: bytes) -> None:
         assert found == each
         slow = [Record(o.key, o.value, o.timestamp, tuple(h for h in o.headers if h[0] != "h")) for o in with_header]
         assert found == slow
+
+
+_EDGES = (-1, 0, SECONDS_BELOW - 1, SECONDS_BELOW, NOW, NOW + DAY_MS, NOW + DAY_MS + 1, LATEST_MS + 1, 1.5, True, None)
+
+
+@given(st.lists(st.sampled_from(_EDGES), min_size=1, max_size=3), st.sampled_from((0, NOW)))
+def test_a_batch_with_numbers_as_times_gives_the_same_events(times: list[Any], timestamp: int) -> None:
+    """Broken: a batch takes seconds for milliseconds, or a time from next week that alone makes a dead letter."""
+    records = [Record(None, orjson.dumps({"at": time}), timestamp, ()) for time in times]
+    batch = Batch("billing.invoices", 3, range(len(records)), records)
+    found = Translation(Stream.model_validate({"topic": "billing.invoices", "time": "at"}))(batch, TOPIC_ID).records
+    one_by_one = [Record(None, record.value, timestamp, (("h", b"1"),)) for record in records]
+    each = [translate(record, number, time="at") for number, record in enumerate(one_by_one)]
+    assert [one.timestamp for one in found] == [one.timestamp for one in each]
+    assert [one.header(FAULT) for one in found] == [one.header(FAULT) for one in each]
 
 
 def test_offsets_of_64_bits_fit_into_the_ledger() -> None:
