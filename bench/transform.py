@@ -26,8 +26,8 @@ WARM, EVENTS = 300_000, 500_000
 ROUNDS = 3
 RATE, BATCHES_PER_S = 1000, 4
 """Of the steady stream: its batches have 250 events."""
-WARM_BATCHES, STEADY_S, PIECE_S = 150, 45, 5
-PATIENCE_S = 400.0
+WARM_BATCHES, STEADY_S, PIECE_S = 1000, 60, 5
+PATIENCE_S = 600.0
 INTERVAL_MS, MAX_EVENTS = 200, 20_000
 """Our defaults, for the bare job as well."""
 _CHUNK = 1000
