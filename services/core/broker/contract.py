@@ -236,6 +236,13 @@ class Admin(Protocol):
     async def topics(self) -> dict[str, int]:
         """The partition count by topic name, without the backend's internal topics."""
 
+    async def present(self, topics: Collection[str]) -> frozenset[str]:
+        """Those of these topics that exist and that our user may see. Asks only the brokers that they live on.
+
+        Each broker is asked for its list, not for these names: Kafka's authorizer logs a question about a topic that our user may
+        not see as an attempt that it denied.
+        """
+
     async def add_partitions(self, topic: str, partitions: int) -> None:
         """Grow to this total. Keys may map elsewhere afterwards. Raises UnknownTopic, ValueError when not growing."""
 

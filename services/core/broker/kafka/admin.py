@@ -139,6 +139,10 @@ class KafkaAdmin:
             if not states[name].internal and not name.startswith("__") and name != self._prefix + GROUPS
         }
 
+    async def present(self, topics: Collection[str]) -> frozenset[str]:
+        """As in the contract."""
+        return frozenset(topics) & (await self._cluster.describe()).keys()
+
     async def add_partitions(self, topic: str, partitions: int) -> None:
         """As in the contract."""
         now = len(await partitions_of(self._cluster, [topic]))

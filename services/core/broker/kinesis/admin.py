@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from botocore.exceptions import ClientError
@@ -201,6 +201,14 @@ class KinesisAdmin:
 
     async def topics(self) -> dict[str, int]:
         """As in the contract: all streams of the account in this region, without those of other fleets."""
+        return await self._count_partitions(await self._list())
+
+    async def present(self, topics: Collection[str]) -> frozenset[str]:
+        """As in the contract."""
+        return frozenset(await self._count_partitions([name for name in await self._list() if name in topics]))
+
+    async def _list(self) -> list[str]:
+        """The names in this fleet of its streams, those in creation and deletion among them."""
         names: list[str] = []
         page: dict[str, str] = {}
         async with self._bounded("list streams"):
@@ -210,8 +218,12 @@ class KinesisAdmin:
                 if not answer.get("HasMoreStreams"):
                     break
                 page = {"ExclusiveStartStreamName": names[-1]}
-        found, prefix = {}, self._shared.clients.prefix
-        for name in [name.removeprefix(prefix) for name in find_own(names, prefix)]:
+        prefix = self._shared.clients.prefix
+        return [name.removeprefix(prefix) for name in find_own(names, prefix)]
+
+    async def _count_partitions(self, names: Iterable[str]) -> dict[str, int]:
+        found = {}
+        for name in names:
             try:
                 found[name] = (await self._streams.find(name)).partitions
             except (UnknownTopic, Unavailable):  # being deleted or created
