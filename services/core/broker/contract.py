@@ -230,7 +230,7 @@ class Admin(Protocol):
         """Delete the topic with its records and the groups' offsets in it. Raises UnknownTopic.
 
         incarnation: the only one that may be deleted. If another topic has the name by now, raises UnknownTopic. The log and
-        Kafka compare and delete in one step. Kinesis has no such request: it is compared at most two seconds before.
+        Kafka compare and delete in one step. Kinesis has no such request: it is compared at most seconds before.
         """
 
     async def topics(self) -> dict[str, int]:
