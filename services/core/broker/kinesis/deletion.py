@@ -36,8 +36,8 @@ async def _require(incarnations: Incarnations, topic: str, incarnation: str, tim
 
     Kinesis does not compare and delete in one request. So an answer counts only if it took no longer than `_SURE_S` or, on a slow
     day, than twice the one before; never longer than a request may take. Whoever was frozen meanwhile, if only for seconds, asks
-    again. In the time of a request no other stream that can be deleted gets the name: the former one must be DELETING until it is
-    gone, and the new one is CREATING, which DeleteStream refuses. AWS names no shortest time for this; it is many seconds.
+    again. Until another stream of this name can be deleted, the former one must be DELETING until it is gone, and the new one
+    CREATING until it is ACTIVE. AWS names no time for that. It is safe if that takes longer than a request may.
     """
     limit, took = _SURE_S, 0.0
     for _ in range(_DESCRIPTIONS):
