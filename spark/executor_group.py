@@ -42,6 +42,8 @@ class ExecutorGroup:
         self._stands_by = False
         self._looked_at = time.monotonic()
         self._change: asyncio.Task[None] | None = None
+        self.on_leave: Callable[[str], None] = lambda _name: None
+        """Called before an executor is ordered to leave: it may be gone before Spark has answered."""
 
     def open(self, session: SparkSession) -> None:
         """From now on there are executors."""
@@ -160,6 +162,7 @@ class ExecutorGroup:
         return found
 
     async def _leave(self, name: str, *, is_replaced: bool) -> None:
+        self.on_leave(name)
         if not await self._ask(lambda session: leave_executor(session, name, is_replaced=is_replaced)):
             raise SizeRefused(f"Spark does not know executor {name} any more", again=True)
         self._leaving.add(name)

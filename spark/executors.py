@@ -49,6 +49,8 @@ class ExecutorWatch:
         self._waited = 0.0
         """Of these, the last ones, in which there was work."""
         self._seen: Seen | None = None
+        self._leaving = set[str]()
+        """By order, and live when last seen."""
 
     def clock(self) -> float:
         """Seconds with executors. As a monotonic clock."""
@@ -56,6 +58,11 @@ class ExecutorWatch:
             now = self._now()
             lasts = now - self._looked_at
             return now - self._without - (lasts if self._is_empty() and lasts < FRESH_S else 0.0)
+
+    def expect_end(self, name: str) -> None:
+        """This executor leaves by order: its end is no loss. Call it before the order."""
+        with self._lock:
+            self._leaving.add(name)
 
     def record(self, seen: Seen, *, has_work: bool) -> None:
         """What a look has shown. has_work: whether a pipe has work for executors."""
@@ -67,7 +74,8 @@ class ExecutorWatch:
                 self._waited = self._waited + lasts if has_work else 0.0
             if seen.ids:
                 self._waited = 0.0
-            lost = frozenset() if self._seen is None else self._seen.ids - seen.ids
+            lost = frozenset() if self._seen is None else self._seen.ids - seen.ids - self._leaving
+            self._leaving &= seen.ids
             self._seen, self._looked_at = seen, now
         TRANSFORM_EXECUTORS.set(len(seen.ids))
         if lost and not seen.stopped:

@@ -107,8 +107,9 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
             executors = ExecutorWatch(settings.master)
             health.why_waiting = executors.problem
             supervision.run(watch_executors(executors, session, health, jobs, supervision), "watch over executors")
-        if group is not None:
-            group.open(session)
+            if group is not None:
+                group.on_leave = executors.expect_end
+                group.open(session)
         suspects = SuspectLock(0.0 if len(prepared) == 1 else SETTLE_S)
         supervision.run(follow_tasks(session, supervision), "figures of tasks")
         watching = supervision.run(watch_java(java_process(session), health, supervision), "watch over Java")

@@ -65,14 +65,11 @@ class Sasl(StrictModel):
     @field_validator("oauth")
     @classmethod
     def _open_url(cls, oauth: OAuth | None) -> OAuth | None:
-        """Errors name the token server, and Spark's plans show its URL."""
         if oauth is None:
             return None
         parts = urlsplit(oauth.token_url)
         if parts.scheme not in ("https", "http") or not parts.hostname:
             raise ValueError("token_url: a URL with https:// or http:// is needed")
-        if "@" in parts.netloc:
-            raise ValueError("token_url: user and password in a URL are refused. Try: client_id and client_secret")
         return oauth
 
     @model_validator(mode="after")

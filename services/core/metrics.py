@@ -372,7 +372,9 @@ TRANSFORM_EXECUTORS = Gauge(
     "Executors that a cluster's master has given to the transform service; 0 on a local master.",
 )
 TRANSFORM_EXECUTORS_LOST = Counter(
-    "penstock_transform_executors_lost", "Executors that ended or went away. Their tasks run again."
+    "penstock_transform_executors_lost",
+    "Executors that ended or went away. Their tasks run again. Those that the fleet's autoscaler ordered to leave do not count; "
+    "those that Spark's own allocation gives back when they are idle do.",
 )
 TABLE_AGE = Gauge(
     "penstock_transform_table_age_seconds",

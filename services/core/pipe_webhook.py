@@ -1,11 +1,16 @@
 """The webhook of a pipe file: its URL, its secrets and certificates, and how requests are batched, signed and retried."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from services.core.units import Duration, Size
+
+_SECRET_PARAMETER = re.compile(r"secret|passw|pwd|token|key|sig|auth|credential|assertion|code|jwt", re.IGNORECASE)
+_PLACE = "Try: client_id, and client_secret: {file: oauth-client.secret} or {env: OAUTH_SECRET}"
 
 
 class StrictModel(BaseModel):
@@ -90,7 +95,7 @@ class OAuth(StrictModel):
 
     token_url: str = Field(
         max_length=2000,
-        description="The token server's URL: https://… or http://…",
+        description="The token server's URL: https://… or http://…, without a secret.",
         examples=["https://login.example.org/oauth2/token"],
     )
     client_id: str = Field(
@@ -122,6 +127,21 @@ class OAuth(StrictModel):
         description="For the token server, as `tls` is for the receiver.",
         examples=[{"ca": "company-ca.pem"}],
     )
+
+    @field_validator("token_url")
+    @classmethod
+    def _shows_no_secret(cls, url: str) -> str:
+        """Errors name the token server, and Spark's plans show its URL. The messages quote nothing of it."""
+        try:
+            parts = urlsplit(url)
+            names = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
+        except ValueError:
+            raise ValueError("a URL with https:// or http:// is needed") from None
+        if "@" in parts.netloc:
+            raise ValueError(f"user and password in a URL are refused. {_PLACE}")
+        if parts.fragment or any(map(_SECRET_PARAMETER.search, names)):
+            raise ValueError(f"the query looks as if it had a secret, and others see this URL. {_PLACE}")
+        return url
 
 
 class Auth(StrictModel):

@@ -223,24 +223,37 @@ def find_absent(existing: Collection[str], pipes: PipeFile) -> dict[str, str]:
 
 
 async def _require_no_alias(admin: Admin, pipes: PipeFile, existing: Mapping[str, int]) -> None:
-    """Raises UnsafeTopic when a destination writes to the topic of a stream, by another name of its broker. The pipe file does
-    not show that, and an event may go round for ever. existing: as of `Admin.topics`."""
+    """Raises UnsafeTopic when a topic of others is a topic of the fleet, by another name of its broker. The pipe file does not
+    show that: an event may go round for ever, or what a destination gets counts as a retry. existing: as of `Admin.topics`."""
+    others = existing_topics(pipes).names
+    homes = target_homes(pipes) | {name: stream.home for name, stream in pipes.streams.items() if name in others}
+    known = {spec.name: DEFAULT for spec in wanted_topics(pipes, has_retrier=RETRY_IN in existing)}
+    known |= {name: stream.home for name, stream in pipes.streams.items()}
     problems = []
-    readable = {name: stream.home for name, stream in pipes.streams.items() if existing.get(name)}
-    for target, home in target_homes(pipes).items():
-        others = {name: there for name, there in readable.items() if there != home}
-        found = await admin.incarnation(target) if others else None
-        for name, there in others.items():
+    for other, home in homes.items():
+        names = [
+            name
+            for name, there in known.items()
+            if there != home and existing.get(name) and _may_be(others[other], others.get(name), name)
+            if not (other in pipes.streams and name in others)  # only read, by two names
+        ]
+        found = await admin.incarnation(other) if names else None
+        for name in names:
             if await admin.incarnation(name) == found:
-                problems.append(
-                    (existing_topics(pipes).names[target], "on", _ALIAS.format(name=name, home=home, there=there))
-                )
+                ours = f"the topic of stream {name}" if name in pipes.streams else f"our own topic {name}"
+                problems.append((others[other], "on", _ALIAS.format(ours=ours, home=home, there=known[name])))
     if problems:
         raise UnsafeTopic(problems)
 
 
+def _may_be(topic: str, full: str | None, name: str) -> bool:
+    """Whether a topic of this name on its cluster may be this one of the fleet, which may have a prefix there. full: its name on
+    its cluster, if it is of others."""
+    return topic == full if full is not None else topic == name or topic.endswith(f".{name}")
+
+
 _ALIAS = (
-    "it is the topic of stream {name}, and {home} and {there} are the same cluster. Its events could go round for ever. "
+    "it is {ours}, and {home} and {there} are the same cluster. Its events could go round for ever. "
     "Try: one name for this cluster in the pipe file, and penstock check"
 )
 

@@ -88,5 +88,5 @@ class Lane:
             self._has_joined = True
         if not self._optional_topics:
             return self._topics
-        existing = await self._broker.admin.topics()
-        return [*self._topics, *(topic for topic in self._optional_topics if topic in existing)]
+        present = await self._broker.admin.present(self._optional_topics)
+        return [*self._topics, *(topic for topic in self._optional_topics if topic in present)]

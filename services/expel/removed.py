@@ -74,8 +74,8 @@ class RemovedLane:
         return (step._replace(what=f"removed {self.name}: {step.what}") for step in self._member.steps())
 
     async def _find_topics(self) -> list[str]:
-        existing = await self._broker.admin.topics()
-        return [topic for topic in self._topics if topic in existing]
+        present = await self._broker.admin.present(self._topics)
+        return [topic for topic in self._topics if topic in present]
 
 
 class RemovedPipe:
@@ -114,9 +114,9 @@ class RemovedPipe:
 
     async def _find_lanes(self) -> list[str]:
         """The lanes that no earlier call returned. Reads the new records of the topics."""
-        existing, found = await self._broker.admin.topics(), set[str]()
-        for topic in (retry_topic(self.name), parked_topic(self.name)):
-            for partition, held in (await self._broker.reader.describe(topic) if topic in existing else {}).items():
+        found = set[str]()
+        for topic in await self._broker.admin.present((retry_topic(self.name), parked_topic(self.name))):
+            for partition, held in (await self._broker.reader.describe(topic)).items():
                 source = TopicPartition(topic, partition)
                 unread = PartitionRange(max(held.start, self._read.get(source, held.start)), held.end)
                 with suppress(DataDamaged):  # the lanes report it

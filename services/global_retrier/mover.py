@@ -103,7 +103,7 @@ class Mover:
         if topic in DELAY_BY_TOPIC or topic == RETRIER_DEAD:
             return False
         try:
-            return topic not in await self._admin.topics()
+            return not await self._admin.present([topic])
         except BrokerError:
             return False
 

@@ -158,6 +158,7 @@ async def test_internal_topics_are_not_listed(harness: Harness) -> None:
             await consumer.commit(marks_of(await read(consumer, 1)))
         names = await broker.admin.topics()
         assert topic in names
+        assert await broker.admin.present([topic, harness.fresh_name("no")]) == {topic}
         assert not [name for name in names if name.startswith("_")]
 
 

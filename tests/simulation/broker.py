@@ -158,6 +158,10 @@ class ModelAdmin:
             lambda: {name: len(topic.partitions) for name, topic in self._store.topics.items()}, None
         )
 
+    async def present(self, topics: Collection[str]) -> frozenset[str]:
+        """As in the contract."""
+        return frozenset(topics) & (await self.topics()).keys()
+
     async def add_partitions(self, topic: str, partitions: int) -> None:
         """As in the contract."""
         await self._cluster.call(lambda: self._store.add_partitions(topic, partitions), topic)

@@ -64,6 +64,8 @@ async def test_a_driver_that_stands_by_holds_no_executors(monkeypatch: pytest.Mo
     java.answers.set()
     session: Any = object()
     group.open(session)
+    ordered = list[str]()
+    group.on_leave = ordered.append
     await group.set_standby(False)
     assert (java.orders, java.left) == ([], [])
     for _ in range(2):
@@ -76,6 +78,7 @@ async def test_a_driver_that_stands_by_holds_no_executors(monkeypatch: pytest.Mo
     java.executors = [Executor("3", 0.0, 0, 0.0)]  # a master that was restarted has forgotten the order
     await group.set_standby(True)
     assert (java.orders, java.left[3:]) == ([0, 0], ["3"])
+    assert ordered == java.left, "they count as lost"
     java.executors = []
     for _ in range(2):
         await group.set_standby(False)

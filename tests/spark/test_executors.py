@@ -1,6 +1,7 @@
 """What the watch over a cluster's executors makes of what it sees, on a clock of its own."""
 
 import pytest
+from prometheus_client import REGISTRY
 
 from spark.executors import FRESH_S, WITHOUT_S, ExecutorsGoneError, ExecutorWatch, Seen
 
@@ -57,6 +58,22 @@ def test_waiting_for_executors_is_told_and_ends() -> None:
     watched.see(seconds=WITHOUT_S + 1)
     with pytest.raises(ExecutorsGoneError, match="has given no executor"):
         watched.watch.check()
+
+
+def test_an_executor_that_leaves_by_order_is_not_lost() -> None:
+    """If this fails, each step of the autoscaler looks like a worker that died."""
+
+    def lost() -> float:
+        return REGISTRY.get_sample_value("penstock_transform_executors_lost_total") or 0.0
+
+    watched, before = Watched(), lost()
+    watched.see("0", "1", "2")
+    watched.watch.expect_end("2")
+    watched.see("0", "1", "2", seconds=3)  # it ends its tasks first
+    watched.see("0", "1")
+    assert lost() == before
+    watched.see("0")
+    assert lost() == before + 1
 
 
 def test_an_application_that_was_ended() -> None:

@@ -230,11 +230,18 @@ class Admin(Protocol):
         """Delete the topic with its records and the groups' offsets in it. Raises UnknownTopic.
 
         incarnation: the only one that may be deleted. If another topic has the name by now, raises UnknownTopic. The log and
-        Kafka compare and delete in one step. Kinesis has no such request: it is compared at most two seconds before.
+        Kafka compare and delete in one step. Kinesis has no such request: it is compared at most seconds before.
         """
 
     async def topics(self) -> dict[str, int]:
         """The partition count by topic name, without the backend's internal topics."""
+
+    async def present(self, topics: Collection[str]) -> frozenset[str]:
+        """Those of these topics that exist and that our user may see. Asks only the brokers that they live on.
+
+        Each broker is asked for its list, not for these names: Kafka's authorizer logs a question about a topic that our user may
+        not see as an attempt that it denied.
+        """
 
     async def add_partitions(self, topic: str, partitions: int) -> None:
         """Grow to this total. Keys may map elsewhere afterwards. Raises UnknownTopic, ValueError when not growing."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from services.fleet.doctor.facts import Facts
@@ -12,8 +13,8 @@ class Finding:
     """what: one sentence for a person. evidence: figures, paths and lines. first: the first thing to do, a command where there is
     one. about: the parts that it concerns, as in `about`; empty: the whole fleet. runbook: in place of that of its check.
 
-    is_note: not a fault. It may explain a symptom, and changes no exit status. is_past: it happened before, and may have nothing
-    to do with the present faults.
+    is_note: not a fault. It may explain a symptom, and changes no exit status. past_at: when it happened last, s since the epoch;
+    it may have nothing to do with the present faults. None: it is a present one.
     """
 
     what: str
@@ -22,7 +23,7 @@ class Finding:
     about: frozenset[str] = frozenset()
     runbook: str = ""
     is_note: bool = False
-    is_past: bool = False
+    past_at: float | None = None
 
 
 def about(*parts: str) -> frozenset[str]:
@@ -94,8 +95,8 @@ class Diagnosis:
 def diagnose(facts: Facts, checks: Sequence[Check]) -> Diagnosis:
     """Run the checks and order their findings. checks: in causal order: a cause before its consequences.
 
-    A finding about the past comes after the present faults, unless it explains one of them. A check that fails is named under
-    `unknown`. The others run.
+    A finding about the past comes after the present faults, unless it explains one of them. Of several the newest is first. A
+    check that fails is named under `unknown`. The others run.
     """
     unknown = [f"{look}: {why}" for look, why in facts.unknown.items()]
     found: list[Cause] = []
@@ -114,8 +115,14 @@ def diagnose(facts: Facts, checks: Sequence[Check]) -> Diagnosis:
             root.symptoms.append(one)
         else:
             (notes if one.finding.is_note else causes).append(one)
-    causes.sort(key=lambda cause: cause.finding.is_past and not cause.symptoms)
+    causes.sort(key=_age)
     return Diagnosis(causes, notes, unknown, len(checks))
+
+
+def _age(cause: Cause) -> float:
+    """For the order of causes. All present ones are alike: they are in causal order."""
+    at = cause.finding.past_at
+    return -inf if at is None or cause.symptoms else -at
 
 
 def _explains(cause: Cause, one: Cause) -> bool:

@@ -111,7 +111,8 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Letters:
-    """New dead letters of one kind that nobody has redriven or discarded. example: a position."""
+    """New dead letters of one kind that nobody has redriven or discarded. example: a position. newest_at: when the newest one was
+    written, s."""
 
     topic: str
     pipe: str
@@ -121,6 +122,7 @@ class Letters:
     detail: str
     count: int
     example: str
+    newest_at: float
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from services.core import homes as timing
 from services.core.broker.contract import Broker, TopicSpec
-from services.core.broker.errors import BrokerError, NotAllowed, TopicExists, UnknownTopic
+from services.core.broker.errors import AccessRefused, BrokerError, NotAllowed, TopicExists, UnknownTopic
 from services.core.broker.several.broker import SeveralBrokers
 from services.core.homes import Home, Homes, MigrationStep, State
 from services.core.pipes import PipeFile
@@ -29,7 +29,8 @@ NEARLY_S, MOST_S = 0.4, 1.2
 lease. On brokers that are far away no pass may be so short. So after each longer pass the limit grows by a tenth, up to MOST_S,
 which is together with the lease still less than HOLD_S."""
 _AGAIN_S = 0.2
-_PATIENCE_S = 60.0
+_PATIENCE_S, _REFUSED_S = 60.0, 10.0
+"""_REFUSED_S: after a login that was refused. It is tried once more meanwhile: a token server may have restarted."""
 SLOW_NEARLY_S, SLOW_MOST_S, SLOW_HOLD_S = 2.0, 4.0, 8.0
 """The same where an end is Kinesis: each read of a shard waits for a fifth of a second, and a pass has some. So writers are held
 for longer."""
@@ -137,15 +138,16 @@ class Migration:
 
     async def _patiently(self, step: Callable[[], Awaitable[None]]) -> None:
         """Repeat a step that may be repeated, while a broker is not available. The time begins at the first failure, and anew
-        when the copy has grown."""
-        progress, deadline = -1, 0.0
+        when the copy has grown. A missing right ends it at once."""
+        progress, since = -1, 0.0
         while True:
             try:
                 await step()
             except BrokerError as error:
                 if self._progress > progress:
-                    progress, deadline = self._progress, time.monotonic() + _PATIENCE_S
-                if not error.retriable or isinstance(error, NotAllowed) or time.monotonic() > deadline:
+                    progress, since = self._progress, time.monotonic()
+                patience = _REFUSED_S if isinstance(error, AccessRefused) else _PATIENCE_S
+                if not error.retriable or isinstance(error, NotAllowed) or time.monotonic() > since + patience:
                     raise
                 await asyncio.sleep(_AGAIN_S)
             else:

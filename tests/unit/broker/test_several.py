@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from services.core.broker.contract import Broker, Consumer, Lag, TopicSpec
-from services.core.broker.errors import BrokerError, HomeChanged, NotOwner, OffsetOutOfRange, Unavailable, UnsafeTopic
+from services.core.broker.errors import (
+    BrokerError,
+    HomeChanged,
+    NotAllowed,
+    NotOwner,
+    OffsetOutOfRange,
+    Unavailable,
+    UnsafeTopic,
+)
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
@@ -165,16 +173,29 @@ async def test_a_broker_that_is_only_written_gets_the_records_and_nothing_else(
 
 
 async def test_a_broker_that_has_nothing_of_a_service_does_not_keep_it_from_starting(tmp_path: Path) -> None:
-    """Otherwise ingest does not start while the cluster of somebody's destination is down: events are lost at their senders."""
+    """Otherwise the cluster of one destination holds up all lanes, and ingest: events are lost at their senders."""
+    error: BrokerError = Unavailable("the cluster of a destination is down")
 
     def opening() -> AbstractAsyncContextManager[Broker]:
-        raise Unavailable("the cluster of a destination is down")
+        raise error
 
-    places = Places({"s": "default"}, {"existing:b:t": "b"})
+    places, right = Places({"s": "default"}, {"existing:b:t": "b"}), Right("Write", "topic", "existing:b:t")
     async with LogBroker.open(str(tmp_path)) as own, open_several(own, {"b": opening}, places) as broker:
-        await require_rights(broker, [Right("Write", "topic", "s"), Right("Write", "topic", "penstock.groups")])
+        await broker.admin.create_topic(TopicSpec("p.retry", 1))
+        await require_rights(broker, [Right("Write", "topic", "s"), Right("Write", "topic", "penstock.groups"), right])
+        assert await broker.admin.present(["p.retry", "p.parked"]) == {"p.retry"}
         with pytest.raises(Unavailable, match="of a destination is down"):
-            await require_rights(broker, [Right("Write", "topic", "existing:b:t")])
+            await broker.admin.topics()
+    error = NotAllowed("Describe on the cluster")
+    async with LogBroker.open(str(tmp_path)) as own, open_several(own, {"b": opening}, places) as broker:
+        for _ in range(2):  # the second one is not asked
+            with pytest.raises(NotAllowed, match="broker b of the pipe file: Describe"):
+                await require_rights(broker, [right])
+    error = Unavailable("the cluster of a stream is down")
+    streams = Places({"s": "b"})
+    async with LogBroker.open(str(tmp_path)) as own, open_several(own, {"b": opening}, streams) as broker:
+        with pytest.raises(Unavailable, match="of a stream is down"):
+            await require_rights(broker, [Right("Write", "topic", "s")])
 
 
 class _Moving(Places):

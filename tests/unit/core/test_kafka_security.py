@@ -53,6 +53,10 @@ def write(folder: Path, text: str, password: str = "hunter2") -> Path:
             "the network sees the token of OAUTHBEARER",
         ),
         (_OAUTH.format("https://ann:hunter2@t/token"), "user and password in a URL are refused"),
+        (_OAUTH.format("https://t/token?p=a&client_secret=hunter2"), "the query looks as if it had a secret"),
+        (_OAUTH.format("https://t/token?hunter2Token"), "the query looks as if it had a secret"),
+        (_OAUTH.format("https://t/token#hunter2"), "the query looks as if it had a secret"),
+        (_OAUTH.format("https://ann:hunter2@[t/token"), "a URL with https:// or http:// is needed"),
         (_OAUTH.format("ftp://t/token"), "a URL with https:// or http:// is needed"),
         (_SCRAM.replace("{file: password}", "hunter2"), "the secret itself must not be here"),
         (_SCRAM.replace("mechanism: SCRAM-SHA-256", "mechanism: GSSAPI"), "mechanism"),
@@ -65,6 +69,15 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, said: str) -> None:
         load_security(write(tmp_path, text))
     assert said in str(caught.value)
     assert "hunter2" not in str(caught.value)
+
+
+def test_a_public_query_stays(tmp_path: Path) -> None:
+    """Broken: a token server whose address has a query gives no token (RFC 6749, 3.2)."""
+    url = "https://t/token?p=B2C_1_policy&grant_type=client_credentials&tenant=4711"
+    login = load_security(write(tmp_path, _OAUTH.format(url)))
+    assert login.sasl is not None
+    assert login.sasl.oauth is not None
+    assert login.sasl.oauth.token_url == url
 
 
 def test_the_files_are_read_as_they_are_now(tmp_path: Path) -> None:

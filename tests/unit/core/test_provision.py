@@ -202,3 +202,42 @@ async def test_whether_a_stream_is_compacted_never_changes_silently(broker: Brok
     assert (await broker.admin.topics())["a"] == 4
     with pytest.raises(UnsafeTopic, match="exists and is compacted"):
         await ensure_topics(broker.admin, plain)
+
+
+class _OneCluster:
+    """An `Admin` over a cluster that has two names in the pipe file. full: the names on the cluster, by those in the fleet."""
+
+    def __init__(self, full: dict[str, str]) -> None:
+        self._full = full
+
+    async def topics(self) -> dict[str, int]:
+        return dict.fromkeys(self._full, 1)
+
+    async def incarnation(self, topic: str) -> str:
+        return f"id of {self._full[topic]}"
+
+
+@pytest.mark.parametrize("topic", ["events", "loop.retry", "loop.dead", "penstock.audit"])
+@pytest.mark.parametrize("prefix", ["", "acme."])
+async def test_a_topic_of_ours_by_another_name_of_its_cluster_is_refused(topic: str, prefix: str) -> None:
+    """Broken: events go round for ever; or what a destination gets is read as a retry, a dead letter or a record of the fleet."""
+    destinations = [
+        {"name": "hook", "webhook": {"url": "https://example.org"}},
+        {"name": "copy", "topic": {"name": f"{prefix}{topic}", "on": "second"}},
+    ]
+    file = {
+        "brokers": {"second": "kafka://one.example:9092"},
+        "streams": {"events": {"topic": f"{prefix}events"}, "bills": {}},
+        "pipes": {"loop": {"sources": ["events"], "destinations": destinations}},
+    }
+    pipes = PipeFile.model_validate(file)
+    full = {spec.name: f"{prefix}{spec.name}" for spec in wanted_topics(pipes)}
+    full |= {"events": f"{prefix}events", f"existing:second:{prefix}{topic}": f"{prefix}{topic}"}
+    with pytest.raises(UnsafeTopic, match=rf"it is .* {topic}, and second and default are the same cluster"):
+        await ensure_topics(cast("Admin", _OneCluster(full)), pipes)
+    read = {**file, "streams": {"events": {"topic": f"{prefix}{topic}", "on": "second"}, "bills": {}}}
+    read["pipes"] = {"loop": {"sources": ["bills"], "destinations": destinations[:1]}}
+    full["events"] = f"{prefix}{topic}"
+    if topic != "events":
+        with pytest.raises(UnsafeTopic, match=rf"it is our own topic {topic}, and second and default"):
+            await ensure_topics(cast("Admin", _OneCluster(full)), PipeFile.model_validate(read))

@@ -65,6 +65,9 @@ class FakeAdmin:
     def __init__(self, broker: FakeBroker) -> None:
         self._broker = broker
 
+    async def present(self, topics: Collection[str]) -> frozenset[str]:
+        return frozenset(topics) & {source.topic for source in self._broker.stored}
+
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
         return {
             source.partition: Lag(len(records) - 1 - self._broker.committed.get((group, source), -1), 0)

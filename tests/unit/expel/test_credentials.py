@@ -34,7 +34,7 @@ from services.core.net_guard import NetPolicy
 from services.core.pipe_webhook import Secret, Tls, Webhook
 from services.core.pipes import PipeFile, load_pipes
 from services.core.provision import ensure_topics
-from services.core.yaml_source import parse_yaml, validate_document
+from services.core.yaml_source import BadConfiguration, parse_yaml, validate_document
 from services.expel.settings import ExpelSettings
 from tests.support.waiting_events import store, stored
 from tests.unit.expel.fake_sender import make_record
@@ -89,6 +89,17 @@ def test_the_wrong_files_are_named_with_line_and_key(tmp_path: Path) -> None:
         f"{KEY}.tls",
         f"{KEY}.auth.oauth.tls",
     ]
+
+
+@pytest.mark.parametrize("url", ["https://ann:hunter2@t.example/", "https://t.example/?sig=hunter2"])
+def test_a_secret_in_the_url_of_a_token_server_is_refused(tmp_path: Path, url: str) -> None:
+    """Broken: a log, or whoever may read the pipe file, shows it."""
+    text = f"{GOOD}          auth: {{oauth: {{token_url: '{url}', client_id: a, client_secret: {{env: A}}}}}}\n"
+    with pytest.raises(BadConfiguration) as refused:
+        validate_document(parse_yaml(text, tmp_path / "pipes.yaml"), PipeFile)
+    assert f"{KEY}.auth.oauth.token_url: " in str(refused.value)
+    assert "Try: client_id, and client_secret: {file: " in str(refused.value)
+    assert "hunter2" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

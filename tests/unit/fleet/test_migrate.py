@@ -10,7 +10,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from services.core.broker.contract import Appended, Broker, PartitionRange, TopicSpec
-from services.core.broker.errors import NotAllowed, OutcomeUnknown, Unavailable
+from services.core.broker.errors import AccessRefused, NotAllowed, OutcomeUnknown, Unavailable
 from services.core.broker.log import LogBroker
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.retention import remove_before
@@ -517,8 +517,10 @@ async def test_a_move_back_that_was_given_up_leaves_no_former_topic(world: World
         assert (result.late, result.events, result.home.former) == (0, 7, "second")
 
 
-async def test_a_missing_right_ends_the_command_at_once_and_repeats_nothing(world: World, tmp_path: Path) -> None:
-    """Late events would be sent again with each try."""
+async def test_a_missing_right_ends_the_command_at_once_and_repeats_nothing(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Late events would be sent again with each try. A login that is refused is tried again, for seconds and not for a minute."""
     await _fill(world, 3)
     async with world.process() as (broker, places):
         await Migration(broker, places, world.load, STREAM, "test").run("second")
@@ -530,6 +532,11 @@ async def test_a_missing_right_ends_the_command_at_once_and_repeats_nothing(worl
         migration._delete_topic = AsyncMock(side_effect=failures)  # type: ignore[method-assign]
         with pytest.raises(NotAllowed):
             await migration.run("default")
+        monkeypatch.setattr(steps, "_REFUSED_S", 0.5)
+        refused = migration._delete_topic = AsyncMock(side_effect=AccessRefused("no token"))  # type: ignore[method-assign]
+        with pytest.raises(AccessRefused):
+            await migration.run("default")
+        assert 2 <= refused.await_count <= 5, "a pause of a fifth of a second is behind each try"
         migration._delete_topic = delete  # type: ignore[method-assign]
         assert (await migration.run("default")).late == 1
         assert sum(held.end for held in (await broker.reader.describe(STREAM)).values()) == 4

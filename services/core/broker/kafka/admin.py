@@ -115,10 +115,10 @@ class KafkaAdmin:
         except ValueError:  # of another kind of broker: the URL of this one was changed
             raise UnknownTopic(f"topic {topic} of Kafka has another id than {incarnation}") from None
         answer = await self._cluster.ask_any(DeleteByIdRequest(topic_id, self._patience))
-        for _, _, code, _, _ in answer.responses:
+        for _, _, code, message, _ in answer.responses:
             if code == UNKNOWN_TOPIC_ID:
                 raise UnknownTopic(f"topic {topic} was deleted, or created again since: it is another one")
-            raise_for(code, f"delete topic {topic}", f"Delete on topic {topic}")
+            raise_for(code, f"delete topic {topic}: {message or 'refused'}", f"Delete on topic {topic}")
         async with bounded(f"delete topic {topic}", self._cluster.timing.request):
             while not await self._is_gone(topic, incarnation):  # noqa: ASYNC110 - Kafka sends no notice
                 await asyncio.sleep(_PAUSE)
@@ -138,6 +138,10 @@ class KafkaAdmin:
             for name in find_own(states, self._prefix)
             if not states[name].internal and not name.startswith("__") and name != self._prefix + GROUPS
         }
+
+    async def present(self, topics: Collection[str]) -> frozenset[str]:
+        """As in the contract."""
+        return frozenset(topics) & (await self._cluster.describe()).keys()
 
     async def add_partitions(self, topic: str, partitions: int) -> None:
         """As in the contract."""

@@ -168,6 +168,10 @@ class _PrefixedAdmin:
                     found[name] = await self._appender.partition_count(full)
         return found
 
+    async def present(self, topics: Collection[str]) -> frozenset[str]:
+        found = await self._admin.present([self._full(topic) for topic in topics])
+        return frozenset(map(self._names.short, found))
+
     async def add_partitions(self, topic: str, partitions: int) -> None:
         await self._admin.add_partitions(self._names.own(topic), partitions)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from botocore.exceptions import ClientError
@@ -11,6 +11,7 @@ from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
 from services.core.broker.errors import GroupHasMembers, TopicExists, Unavailable, UnknownTopic
 from services.core.broker.kinesis.aws import Timing, bounded, classify_create
 from services.core.broker.kinesis.consumer import KinesisMemberBackend, SharedResources
+from services.core.broker.kinesis.deletion import delete_stream
 from services.core.broker.kinesis.fence import Fence, put_fences, read_fence
 from services.core.broker.kinesis.incarnation import Stream
 from services.core.broker.kinesis.leases import Lease, LeaseExpiry, LeaseTable, StartPosition, by_stream
@@ -28,19 +29,15 @@ from services.core.broker.kinesis.shard_lookup import (
 from services.core.broker.kinesis.shard_source import ShardSource
 from services.core.broker.kinesis.streams import (
     PARTITIONS_TAG,
-    PAUSE_S,
     Shard,
     next_split,
     read_tags,
     settle,
     shard_id,
-    status_of,
 )
 from services.core.broker.prefix import find_own
 from services.core.broker.record import Batch, TopicPartition
 
-_SURE_S = 2.0
-"""To delete a stream and to create one of the same name takes longer."""
 _UNSETTLED = StartPosition("offset", 0)
 """For a row that an operator created: its offset is committed, so it has no start of its own."""
 
@@ -179,28 +176,21 @@ class KinesisAdmin:
 
     async def delete_topic(self, topic: str, incarnation: str | None = None) -> None:
         """As in the contract. The groups' leases name the incarnation, so a new stream of this name has none."""
-        if incarnation is not None:
-            began = time.clock_gettime(time.CLOCK_BOOTTIME)
-            if await self.incarnation(topic) != incarnation:
-                raise UnknownTopic(f"stream {topic} was created again since: it is another one")
-            # Whoever wakes up now, after hours, deletes nothing: to delete and create a stream takes somebody else longer.
-            if time.clock_gettime(time.CLOCK_BOOTTIME) > began + _SURE_S:
-                raise Unavailable(
-                    f"{topic} was not deleted: to find out which stream it is took over {_SURE_S:g} s. Try: the same again"
-                )
-        async with self._bounded(f"delete {topic}"):
-            await self._kinesis.delete_stream(StreamName=topic, EnforceConsumerDeletion=True)
-        deadline = time.monotonic() + self._shared.timing.settle
-        while await status_of(self._kinesis, topic, self._shared.timing) is not None:
-            if time.monotonic() > deadline:
-                raise Unavailable(f"{topic} is still being deleted after {self._shared.timing.settle:g} s")
-            await asyncio.sleep(PAUSE_S)
+        await delete_stream(self._kinesis, self._shared.incarnations, topic, incarnation, self._shared.timing)
         self._streams.forget(topic)
         self._shared.incarnations.forget(topic)
         self._fences = {shard: found for shard, found in self._fences.items() if shard.topic != topic}
 
     async def topics(self) -> dict[str, int]:
         """As in the contract: all streams of the account in this region, without those of other fleets."""
+        return await self._count_partitions(await self._list())
+
+    async def present(self, topics: Collection[str]) -> frozenset[str]:
+        """As in the contract."""
+        return frozenset(await self._count_partitions([name for name in await self._list() if name in topics]))
+
+    async def _list(self) -> list[str]:
+        """The names in this fleet of its streams, those in creation and deletion among them."""
         names: list[str] = []
         page: dict[str, str] = {}
         async with self._bounded("list streams"):
@@ -210,8 +200,12 @@ class KinesisAdmin:
                 if not answer.get("HasMoreStreams"):
                     break
                 page = {"ExclusiveStartStreamName": names[-1]}
-        found, prefix = {}, self._shared.clients.prefix
-        for name in [name.removeprefix(prefix) for name in find_own(names, prefix)]:
+        prefix = self._shared.clients.prefix
+        return [name.removeprefix(prefix) for name in find_own(names, prefix)]
+
+    async def _count_partitions(self, names: Iterable[str]) -> dict[str, int]:
+        found = {}
+        for name in names:
             try:
                 found[name] = (await self._streams.find(name)).partitions
             except (UnknownTopic, Unavailable):  # being deleted or created

@@ -34,6 +34,9 @@ class LogAdmin:
         """As in the contract. A damaged topic is listed with 0 partitions."""
         return await self._readers.run(lambda: topics.list_topics(self._folder))
 
+    async def present(self, topics: Collection[str]) -> frozenset[str]:
+        return frozenset(topics) & (await self.topics()).keys()
+
     async def add_partitions(self, topic: str, partitions: int) -> None:
         await self._readers.run(lambda: topics.add_partitions(self._folder, topic, partitions))
         self._readers.forget(topic)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 
 from services.core.broker.contract import Broker, Lag, PartitionRange, Start, TopicSpec
-from services.core.broker.errors import UnsafeTopic
+from services.core.broker.errors import AccessRefused, Unavailable, UnsafeTopic
 from services.core.broker.record import Batch
 from services.core.broker.rights import Right, RightsReader
 from services.core.broker.several.brokers import Brokers, shift_batch, shifted_errors
@@ -52,6 +52,12 @@ class SeveralAdmin:
         for name, broker in (await self._brokers.used()).items():
             there = await broker.admin.topics()
             found |= {topic: count for topic, count in there.items() if self._brokers.places.of(topic) == name}
+        return found
+
+    async def present(self, topics: Collection[str]) -> frozenset[str]:
+        found: frozenset[str] = frozenset()
+        for name, some in self._brokers.by_broker(topics).items():
+            found |= await (await self._brokers.named(name)).admin.present(some)
         return found
 
     async def add_partitions(self, topic: str, partitions: int) -> None:
@@ -116,13 +122,20 @@ class SeveralAdmin:
 
     async def missing_rights(self, rights: Collection[Right]) -> list[Right]:
         """`RightsReader`: a right to a topic where it lives, one to a group on each broker that has streams. No other broker is
-        opened: the cluster of a destination may be down, and ingest has nothing to do with it."""
+        opened. None is known to be missing on a broker that only destinations name while it is down: it holds up their lanes
+        only, and what writes there names the right that it lacks."""
         missing: dict[Right, None] = {}
         for name in self._brokers.names:
             if here := [right for right in rights if self._is_on(right, name)]:
-                admin = (await self._brokers.named(name)).admin
-                if isinstance(admin, RightsReader):
-                    missing |= dict.fromkeys(await admin.missing_rights(here))
+                try:
+                    admin = (await self._brokers.named(name)).admin
+                    if isinstance(admin, RightsReader):
+                        missing |= dict.fromkeys(await admin.missing_rights(here))
+                except AccessRefused:
+                    raise
+                except Unavailable:
+                    if name in self._brokers.places.with_streams():
+                        raise
         return list(missing)
 
     def _is_on(self, right: Right, name: str) -> bool:

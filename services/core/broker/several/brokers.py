@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanag
 from typing import Final, NamedTuple
 
 from services.core.broker.contract import Broker
-from services.core.broker.errors import BrokerClosed, BrokerError, OffsetOutOfRange, Unavailable
+from services.core.broker.errors import AccessRefused, BrokerClosed, BrokerError, OffsetOutOfRange, Unavailable
 from services.core.broker.record import Batch
 
 DEFAULT: Final = "default"
@@ -130,7 +130,7 @@ class Brokers:
             raise BrokerClosed("the broker was closed")
         failed = self._failed.get(name)
         if failed is not None and time.monotonic() < failed[0]:
-            raise Unavailable(str(failed[1])) from failed[1]
+            raise _kind(failed[1])(str(failed[1])) from failed[1]
         try:
             opened = await self._closing.enter_async_context(self._openings[name]())
         except BrokerError as error:
@@ -170,4 +170,9 @@ class Brokers:
 
 def _named(error: BrokerError, name: str) -> BrokerError:
     """A failure to open is of the same kind where waiting helps; others keep their type and their text."""
-    return Unavailable(f"broker {name} of the pipe file: {error}") if error.retriable else error
+    return _kind(error)(f"broker {name} of the pipe file: {error}") if error.retriable else error
+
+
+def _kind(error: BrokerError) -> type[BrokerError]:
+    """Whoever is not accepted must not be told that waiting helps."""
+    return type(error) if isinstance(error, AccessRefused) else Unavailable

@@ -89,7 +89,7 @@ def find_letters(facts: Facts) -> Iterator[Finding]:
             else "penstock dead list --since 15m",
             about(lane, "retrier") if one.topic == RETRIER_DEAD else about(lane),
             runbook="PenstockRetrierDeadLettersGrow" if one.topic == RETRIER_DEAD else "",
-            is_past=True,
+            past_at=one.newest_at,
         )
 
 

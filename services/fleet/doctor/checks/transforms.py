@@ -125,17 +125,20 @@ def find_poison(facts: Facts) -> Iterator[Finding]:
     count: defaultdict[str, list[str]] = defaultdict(list)
     ended: set[str] = set()
     reasons: defaultdict[str, set[str]] = defaultdict(set)
+    newest: defaultdict[str, float] = defaultdict(float)
     for one in facts.broker.letters:
         if one.node == "transform":
             example = f", e.g. {one.example}: {one.detail[:200]}" if one.detail else f", e.g. {one.example}"
             count[one.pipe].append(f"{format_count(one.count, 'new dead letter')} ({one.reason}{example})")
             reasons[one.pipe].add(one.reason)
+            newest[one.pipe] = max(newest[one.pipe], one.newest_at)
     for instance in facts.of("transform"):
         for line in instance.lines:
             if line.at > facts.now - 900 and _shows_poison(line):
                 pipe = str(line.fields.get("pipe", ""))
                 count[pipe].append(f"{instance.name}: {line.text[:300]}")
                 reasons[pipe].add(line.event)
+                newest[pipe] = max(newest[pipe], line.at)
                 ended |= {pipe} if line.event == ENDED else set()
     for pipe, evidence in count.items():
         yield Finding(
@@ -145,7 +148,7 @@ def find_poison(facts: Facts) -> Iterator[Finding]:
             evidence[-5:],
             f"penstock dead list --pipe {pipe} --since 15m" if pipe else "penstock dead list --since 15m",
             about(f"pipe {pipe}", f"dead {pipe}/", *(["transform"] if pipe in ended or not pipe else [])),
-            is_past=True,
+            past_at=newest[pipe],
         )
 
 

@@ -201,6 +201,7 @@ async def _read_letters(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
     acts = AuditedActions([entry async for entry in _read_audit(broker, since)])
     count: Counter[tuple[str, str, str, str, str]] = Counter()
     examples: dict[tuple[str, str, str, str, str], DeadLetter] = {}
+    newest: dict[tuple[str, str, str, str, str], float] = {}
     names = {*pipes.pipes, *(lane.partition("/")[0] for lane in renames)}
     for topic in (*map(dead_letter_topic, sorted(names)), RETRIER_DEAD):
         async for batch in read_tail(broker, topic, since, MOST_LETTERS, skips_damage=True):
@@ -213,8 +214,10 @@ async def _read_letters(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
                 key = (topic, pipe, destination, letter.node, letter.reason)
                 count[key] += 1
                 examples[key] = letter
+                newest[key] = max(newest.get(key, 0.0), record.timestamp / 1000)
     facts.broker.letters = tuple(
-        Letters(*key, examples[key].detail, number, str(examples[key].position)) for key, number in count.most_common()
+        Letters(*key, examples[key].detail, number, str(examples[key].position), newest[key])
+        for key, number in count.most_common()
     )
 
 

@@ -269,7 +269,7 @@ def test_a_receiver_is_down() -> None:
     def refuse(facts: Facts) -> None:
         fail_attempts(facts)
         facts.endpoints = (Endpoint("https://crm.example.org", ("shop/crm",), "Connection refused"),)
-        letter = Letters("shop.dead", "shop", "crm", "expel", "window_over", "", 3, "shop.dead:0:1")
+        letter = Letters("shop.dead", "shop", "crm", "expel", "window_over", "", 3, "shop.dead:0:1", NOW)
         facts.broker.letters = (letter,)
 
     found = broken(refuse)
@@ -571,7 +571,7 @@ def test_poisoned_events() -> None:
 
     def poison(facts: Facts) -> None:
         down(facts, "large: a batch has made no progress for 300 s")
-        letter = Letters("large.dead", "large", "", "transform", "transform_error", "1/0", 7, "large.dead:0:3")
+        letter = Letters("large.dead", "large", "", "transform", "transform_error", "1/0", 7, "large.dead:0:3", NOW)
         facts.broker.letters = (letter,)
 
     found = broken(poison)
@@ -582,8 +582,8 @@ def test_poisoned_events() -> None:
 def test_dead_letters_explain_nothing_elsewhere() -> None:
     """Broken: an old dead letter is the first cause, and explains a process that was killed, and dead letters of other pipes."""
     letters = tuple(
-        Letters(f"{pipe}.dead", pipe, "", "transform", reason, "1/0", 1, f"{pipe}.dead:0:3")
-        for pipe, reason in (("large", "transform_error"), ("per-city", "late"))
+        Letters(f"{pipe}.dead", pipe, "", "transform", reason, "1/0", 1, f"{pipe}.dead:0:3", at)
+        for pipe, reason, at in (("per-city", "late", NOW - 700), ("large", "transform_error", NOW - 650))
     )
 
     def start_again(facts: Facts) -> None:
@@ -603,6 +603,22 @@ def test_dead_letters_explain_nothing_elsewhere() -> None:
         assert names == ["processes-not-ready", "transform-poison", "transform-poison"]
         assert not any(cause.symptoms for cause in found.causes)
         assert found.causes[2].finding.what == "The transform of per-city meets events that are behind its watermark."
+
+
+def test_of_the_past_the_newest_is_first() -> None:
+    """Broken: who is called because of new dead letters reads first of those that a colleague knows already."""
+
+    def write(facts: Facts) -> None:
+        facts.broker.letters = (
+            Letters("large.dead", "large", "", "transform", "transform_error", "1/0", 70, "large.dead:0:3", NOW - 800),
+            Letters("shop.dead", "shop", "crm", "expel", "http_400", "", 1, "shop.dead:0:1", NOW - 20),
+            Letters("per-city.dead", "per-city", "", "transform", "late", "", 1, "per-city.dead:0:3", NOW - 90),
+        )
+        one = instance(facts, "transform")
+        one.lines = (LogLine(NOW - 10, "warning", "batch_in_parts", "batch_in_parts", {"pipe": "large"}),)
+
+    found = broken(write)
+    assert [min(cause.finding.about) for cause in found.causes] == ["dead large/", "shop/crm", "dead per-city/"]
 
 
 def test_a_transform_that_reads_nothing() -> None:
@@ -703,7 +719,7 @@ def test_a_fleet_that_does_not_run() -> None:
 
     def stop_later(facts: Facts) -> None:
         stop(facts)
-        facts.broker.letters = (Letters("shop.dead", "shop", "crm", "expel", "http_400", "", 3, "shop.dead:0:1"),)
+        facts.broker.letters = (Letters("shop.dead", "shop", "crm", "expel", "http_400", "", 3, "shop.dead:0:1", NOW),)
 
     found = broken(stop_later)  # a stopped fleet gives no event up: these were refused before
     assert [cause.check.name for cause in found.causes] == ["fleet-down", "dead-letters"]
