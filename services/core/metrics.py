@@ -15,6 +15,11 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series fo
 INGEST_REQUESTS = Counter("penstock_ingest_requests", "Requests answered, by status.", ["stream", "status"])
 INGEST_ACCEPTED = Counter("penstock_ingest_events_accepted", "Events stored durably and acknowledged.", ["stream"])
 INGEST_REFUSED = Counter("penstock_ingest_events_refused", "Events refused, by problem type.", ["stream", "reason"])
+INGEST_ABSENT = Counter(
+    "penstock_ingest_fields_absent",
+    "Events without the field that the stream names in the pipe file. use: id, key or time.",
+    ["stream", "use"],
+)
 INGEST_REQUESTS_REFUSED = Counter(
     "penstock_ingest_requests_refused",
     "Requests refused as a whole, by problem type, including requests that name no stream.",

@@ -3,6 +3,7 @@
 import errno
 import socket
 from collections import deque
+from contextlib import suppress
 
 from services.core.address import parse_address
 from services.fleet.problem import CommandFailed
@@ -24,6 +25,17 @@ def free_port() -> int:
     return port
 
 
+def next_free_port(host: str, port: int) -> int:
+    """The first port behind this one on which nobody listens now, or the next one where none of a hundred is free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for other in range(port + 1, min(port + 101, 1 << 16)):
+        with socket.socket(family) as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, other))
+            return other
+    return port + 1
+
+
 def check_port_free(address: str, who: str, flag: str) -> None:
     """Raise CommandFailed when `who` cannot listen on this address. flag: sets the address. Blocks briefly.
 
@@ -38,5 +50,6 @@ def check_port_free(address: str, who: str, flag: str) -> None:
         except OSError as error:
             remedy = f"{flag} with an address of this machine"
             if error.errno == errno.EADDRINUSE:
-                remedy = f"stop the program that listens there, or {flag} {address.removesuffix(str(port))}{port + 1}"
+                other = next_free_port(host, port)
+                remedy = f"stop the program that listens there, or {flag} {address.removesuffix(str(port))}{other}"
             raise CommandFailed(f"{who} cannot listen on {address}: {error.strerror}", remedy) from error

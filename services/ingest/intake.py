@@ -163,13 +163,13 @@ class Intake:
         found: list[bytes | None] = []
         keys: list[bytes | None] | None = None
         times = [arrival] * count
-        if (column := _column(items, self._id_field, _ATTRIBUTES["id"])) is not None:
+        if (column := self._column(items, "id", self._id_field)) is not None:
             found, wrong = read_ids(column, names["id"])
             faults.update(wrong)
-        if (column := _column(items, self._key_field, _ATTRIBUTES["key"])) is not None:
+        if (column := self._column(items, "key", self._key_field)) is not None:
             keys, wrong = read_keys(column, names["key"])
             faults.update(wrong)
-        if (column := _column(items, self._time_field, _ATTRIBUTES["time"])) is not None:
+        if (column := self._column(items, "time", self._time_field)) is not None:
             oldest = 0 if self._max_age_ms is None else arrival - self._max_age_ms
             times, wrong = read_times(column, arrival, oldest, names["time"])
             faults.update(wrong)
@@ -180,6 +180,18 @@ class Intake:
             if items.attributes is not None:
                 values = [None if value is NO_DATA else value for value in values]
         return Columns(values, self._fill(found, count, arrival), keys, times, more), faults
+
+    def _column(self, items: Items, use: str, field: Reader | None) -> Column | None:
+        """The stream's own field of the payload, its gaps filled from the CloudEvents attribute."""
+        own = field(items.documents) if field is not None else None
+        if items.attributes is not None:
+            given: Column = [attributes.get(_ATTRIBUTES[use]) for attributes in items.attributes]
+            if own is None:
+                return given
+            own = [other if one is None else one for one, other in zip(own, given, strict=True)]
+        if own is not None and (absent := own.count(None)):
+            self.tally.absent(use, absent)
+        return own
 
     def _fill(self, found: list[bytes | None], count: int, arrival: int) -> list[bytes]:
         """The ids from the events, and new ones for the other rows."""
@@ -232,15 +244,6 @@ def _find_keyless(keys: list[bytes | None] | None, count: int, name: str) -> Fau
         return {}
     detail = f"{name} is missing or empty. This stream keeps the newest event of each key, so each event needs one."
     return {row: (problems.NO_KEY, detail) for row in range(count) if keys is None or not keys[row]}
-
-
-def _column(items: Items, field: Reader | None, name: str) -> Column | None:
-    """The stream's own field of the payload, its gaps filled from the CloudEvents attribute."""
-    own = field(items.documents) if field is not None else None
-    if items.attributes is None:
-        return own
-    given: Column = [attributes.get(name) for attributes in items.attributes]
-    return given if own is None else [other if one is None else one for one, other in zip(own, given, strict=True)]
 
 
 def make_records(rows: Sequence[int], columns: Columns, arrival: int, numbers: Numbers) -> list[Record]:

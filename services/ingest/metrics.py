@@ -32,6 +32,7 @@ class Tally:
         self._accepted = self._payload_bytes = 0
         self._statuses: Counter[int] = Counter()
         self._refused: Counter[str] = Counter()
+        self._absent: Counter[str] = Counter()
         self._lags_in: list[int] = []
         self._lags_out: list[int] = []
         self._durations: list[int] = []
@@ -60,6 +61,10 @@ class Tally:
         """Events were refused for these reasons."""
         self._refused.update(reasons)
 
+    def absent(self, use: str, events: int) -> None:
+        """Events lack the field that the stream names for their id, key or time."""
+        self._absent[use] += events
+
     def answered(self, status: int) -> None:
         """A request was answered."""
         self._statuses[status] += 1
@@ -72,11 +77,13 @@ class Tally:
             metrics.INGEST_REQUESTS.labels(self._stream, str(status)).inc(count)
         for reason, count in self._refused.items():
             metrics.INGEST_REFUSED.labels(self._stream, reason).inc(count)
+        for use, count in self._absent.items():
+            metrics.INGEST_ABSENT.labels(self._stream, use).inc(count)
         self.lags["lag_in"].observe(self._lags_in)
         self.lags["lag_out"].observe(self._lags_out)
         self.lags["ingest_time"].observe(self._durations)
         self._accepted = self._payload_bytes = 0
-        for gathered in (self._statuses, self._refused, self._lags_in, self._lags_out, self._durations):
+        for gathered in (self._statuses, self._refused, self._absent, self._lags_in, self._lags_out, self._durations):
             gathered.clear()
 
 

@@ -93,11 +93,10 @@ async def list_found(url: str, where: Filter, limit: int, *, settled: bool, as_j
             f"{format_count(found, 'dead letter')}, {found - listed:,} of them not shown. Try: --limit 0", "yellow"
         )
     elif not as_json:
-        todo = (
-            ". Try: penstock dead show POSITION; then penstock dead redrive POSITION, or dead discard POSITION"
-            if found
-            else ""
-        )
+        to_stream = "" if any(letter.destination for letter in shown) else " --to-stream"
+        remedy = "correct the event, its `columns` or the transform, and " if to_stream else ""
+        redrive = f"{remedy}penstock dead redrive POSITION{to_stream}"
+        todo = f". Try: penstock dead show POSITION; then {redrive}, or dead discard POSITION" if found else ""
         print_note(f"{format_count(found, 'dead letter')}{todo}")
 
 

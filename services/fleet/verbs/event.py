@@ -193,6 +193,7 @@ def _print_search(story: Story) -> None:
         print_note(
             f"{plain(story.id, SHOWN_ID)} was not found: {len(searched.topics)} topics and {searched.records} records were "
             f"searched, for {span}. An event that ingest refused is not stored: the answer to its sender has the reason. "
+            "An event without the field that the pipe file names for the id got another id: penstock doctor names such fields. "
             "Try: --since 7d, or --since and --until around its time",
             "yellow",
         )

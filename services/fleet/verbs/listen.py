@@ -17,6 +17,7 @@ from services.core.masking import mask_text
 from services.core.pipe_webhook import Secret
 from services.core.signing import BadSecret, SigningKey, read_signing_keys
 from services.fleet.console import OUT, print_note
+from services.fleet.ports import next_free_port
 from services.fleet.problem import CommandFailed
 from services.fleet.receiver import REFUSAL, Received, Receiver, serve_receiver
 from services.fleet.stop import stop_on_signals
@@ -63,7 +64,7 @@ def listen(
     try:
         uvloop.run(_run(receiver, host, port))
     except OSError as error:
-        remedy = f"--port {port + 1}, or stop the program that listens there"
+        remedy = f"--port {next_free_port(host, port)}, or stop the program that listens there"
         raise CommandFailed(f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}", remedy) from error
 
 

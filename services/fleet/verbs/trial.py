@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.core.pipes import Pipe, PipeFile, load_pipes
-from services.core.sample import AbsentField, RefusedEvent, SampleRecord, UndeclaredField
+from services.core.sample import AbsentField, RefusedEvent, SampleRecord, TrialResult, UndeclaredField
 from services.core.times import format_time
 from services.core.units import format_count, format_duration
 from services.core.yaml_source import BadConfiguration
@@ -73,6 +73,8 @@ def try_pipe(
 ) -> None:
     """Run the transform of a pipe on a sample, and print its outputs and its dead letters. Starts and stores nothing.
 
+    Without a transform it shows the id, key and time that the events get.
+
     Status 0 when every event passes or is dropped by the transform. 1 for dead letters, refused events, repeated ids and a broken
     transform.
     """
@@ -115,25 +117,22 @@ def _try(
         where = ", ".join(sample) if sample else ", ".join(pipe.sources)
         raise CommandFailed(f"the sample has no events: {where}", "--sample with a file of events", status=2)
     without = f", without {len(refused)} that ingest would refuse" if refused else ""
-    print_note(
-        f"Spark starts, and runs {name} on {format_count(len(records), 'event')}{without} (10 s to two minutes)", "dim"
-    )
-    result = run_transform(pipes, name, records, url)
+    if pipe.transform is None:
+        result = TrialResult(outputs=[one.record for one in records])
+    else:
+        print_note(
+            f"Spark starts, and runs {name} on {format_count(len(records), 'event')}{without} (10 s to two minutes)",
+            "dim",
+        )
+        result = run_transform(pipes, name, records, url)
     return sum_up(name, pipe, records, refused, result, absent), pipe
 
 
 def _find_pipe(file: PipeFile, name: str, path: Path) -> Pipe:
-    """The pipe, which has a transform. Raises CommandFailed."""
-    pipe = file.pipes.get(name)
-    if pipe is not None and pipe.transform is not None:
+    """Raises CommandFailed."""
+    if (pipe := file.pipes.get(name)) is not None:
         return pipe
-    names = ", ".join(each for each, one in file.pipes.items() if one.transform is not None)
-    what = (
-        f"{path} has no pipe {name}"
-        if pipe is None
-        else f"the pipe {name} has no transform: its events stay as they are"
-    )
-    raise CommandFailed(what, f"one of: {names or 'none in the file has a transform'}", status=2)
+    raise CommandFailed(f"{path} has no pipe {name}", f"one of: {', '.join(file.pipes)}", status=2)
 
 
 def _match(sample: Sequence[str], sources: Sequence[str]) -> dict[str, str]:
@@ -188,7 +187,7 @@ def _print(trial: Trial, pipe: Pipe) -> None:
     for line in _warnings(trial, pipe):
         print_note(line, "yellow")
     counts = [f"{format_count(trial.events, 'event')} in", f"{len(trial.outputs)} out"]
-    counts += [f"{trial.filtered} dropped by the transform"] if trial.filtered is not None else []
+    counts += [f"{trial.filtered} dropped by the transform"] if pipe.transform and trial.filtered is not None else []
     counts += [format_count(len(trial.dead), "dead letter")]
     counts += [f"{len(trial.refused)} refused by ingest"] if trial.refused else []
     print_note(", ".join(counts), "green" if trial.is_good else "red")

@@ -160,6 +160,18 @@ async def test_a_list_that_is_cut_short_says_so(
     assert err == ("" if as_json else f"5 dead letters. {hint}\n")
 
 
+async def test_a_list_of_letters_without_a_destination_says_how_to_redrive_them(
+    broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Broken: the hint below a transform's letters is a command that refuses them."""
+    await bury(broker, [letter(0, destination="")])
+    await list_found(f"log://{tmp_path}/data/log", ANY, 0, settled=False, as_json=False)
+    assert (
+        "correct the event, its `columns` or the transform, and penstock dead redrive POSITION --to-stream"
+        in capsys.readouterr().err
+    )
+
+
 async def test_letters_of_a_pipe_that_is_gone_are_with_the_retrier(broker: Broker) -> None:
     """Broken: events that the retrier could not give to a removed pipe cannot be chosen by its name, and stay dead."""
     await bury(broker, [letter(0)])

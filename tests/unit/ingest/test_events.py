@@ -6,6 +6,7 @@ import time
 
 import orjson
 import pytest
+from prometheus_client import REGISTRY
 
 from services.core import event
 from services.core.broker.partitioner import choose_partition
@@ -59,6 +60,23 @@ async def test_absent_and_null_fields_are_filled_in(service: Service) -> None:
     assert sum(bool(UUID7.fullmatch(event.read_id(record) or "")) for record in records) == 3
     assert {record.key for record in records} == {None}
     assert all(record.timestamp == event.read_arrival(record) for record in records)
+
+
+async def test_absent_fields_are_counted(service: Service) -> None:
+    """Broken: the doctor cannot say that no event has the field that the pipe file names."""
+
+    def counted() -> dict[str, float]:
+        service.intakes["orders"].tally.flush()
+        name = "penstock_ingest_fields_absent_total"
+        return {
+            use: REGISTRY.get_sample_value(name, {"stream": "orders", "use": use}) or 0.0
+            for use in ("id", "key", "time")
+        }
+
+    before = counted()
+    rows = [{"id": "a", "customer": {"id": "c"}}, {"customer": {"id": "c"}}, {"id": "b", "customer": {}}]
+    await service.post(orjson.dumps(rows), "orders")
+    assert {use: count - before[use] for use, count in counted().items()} == {"id": 1.0, "key": 1.0, "time": 3.0}
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,7 @@ CHECKS = (
     Check("streams-at-limit", "PenstockStreamAtLimit", scaling.find_full_streams),
     Check("groups-at-limit", "PenstockAutoscalerAtLimit", scaling.find_full_groups),
     Check("instances-missing", "PenstockInstancesMissing", scaling.find_missing),
+    Check("fields-absent", "PenstockDrift", events.find_absent_fields),
     Check("drift", "PenstockDrift", ledger.find_drifts),
     Check("edited", "PenstockProcessRestarts", events.find_edited),
     Check("processes-restarted", "PenstockProcessRestarts", processes.find_restarted),

@@ -256,6 +256,8 @@ def _first(lane: str, reason: str, endpoint: Endpoint | None) -> str:
         return f"compare the secret of {lane} with its receiver's; a corrected file needs no restart"
     if reason == "http_429":
         return f"ask the owner of the receiver for its limit, and set `rate` of {lane} to that in the pipe file"
+    if reason.startswith("http_"):
+        return f"ask the owner of the receiver of {lane}: its log has the cause of the {reason.removeprefix('http_')}"
     url = "its URL" if endpoint is None else endpoint.url
     return f"curl -sv {url} -o /dev/null   # then ask the owner of the receiver of {lane}"
 

@@ -7,6 +7,7 @@ import pytest
 from services.core.broker.contract import Lag
 from services.core.broker.record import TopicPartition
 from services.core.pauses import Pause
+from services.core.pipes import PipeFile
 from services.core.scrape import Sample
 from services.core.transform_marks import TransformMark
 from services.fleet.doctor.checks import CHECKS
@@ -454,6 +455,21 @@ def test_a_quota() -> None:
 
     found = broken(refuse)
     assert (first_of(found), found.causes[0].runbook) == ("quota", "PenstockClientsRefused")
+
+
+def test_a_misspelt_field_of_a_stream() -> None:
+    """Broken: events whose id the pipe file misspells get new ids, and no tool says so; or it warns where one event has it."""
+
+    def misspell(facts: Facts, absent: float) -> None:
+        facts.pipes = PipeFile.model_validate({"streams": {"orders": {"id": "nummer"}}, "pipes": {}})
+        count(instance(facts, "ingest"), "penstock_ingest_events_accepted_total", {"stream": "orders"}, 50.0, 50.0)
+        labels = {"stream": "orders", "use": "id"}
+        count(instance(facts, "ingest"), "penstock_ingest_fields_absent_total", labels, absent, absent)
+
+    found = broken(lambda facts: misspell(facts, 50.0))
+    assert (first_of(found), found.causes[0].runbook) == ("fields-absent", "PenstockDrift")
+    assert "No event of orders has the field nummer" in found.causes[0].finding.what
+    assert broken(lambda facts: misspell(facts, 49.0)).causes == []
 
 
 def test_a_quota_of_kafka() -> None:
