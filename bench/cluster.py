@@ -27,6 +27,7 @@ SMALL, LARGE = 10_000, 50_000
 """Events of a batch."""
 GOAL_RATE = 200_000
 """Events per second of the extrapolation, in one batch a second."""
+_FULL = {"JDK_JAVA_OPTIONS": ""}
 _SENT = re.compile(r"(\d+) bytes result sent to driver")
 
 
@@ -77,7 +78,8 @@ def cluster_figures(setup: Setup) -> list[Figure]:
 @contextmanager
 def _cluster(folder: Path, workers: int) -> Iterator[SparkCluster]:
     folder.mkdir()
-    with SparkCluster(folder / "spark", workers=workers, memory_mb=1100) as cluster:
+    # With Java's full compiler, unlike in tests.
+    with SparkCluster(folder / "spark", workers=workers, memory_mb=1100, environment=_FULL) as cluster:
         yield cluster
 
 
