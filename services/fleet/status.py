@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 
@@ -13,6 +13,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
 from services.core.fleet_broker import open_fleet_broker
 from services.core.lag import LagHistogram
+from services.core.ledger.report import Breaker
 from services.core.pauses import Pause, list_paused
 from services.core.pipes import PipeFile, needs_retrier, own_streams
 from services.core.scrape import Sample, scrape
@@ -30,6 +31,8 @@ from services.fleet.folder import FleetState
 from services.fleet.paused import pause_json
 
 SHARES = (0.5, 0.95, 0.99)
+BREAKER_STATES: tuple[str, ...] = get_args(Breaker)
+"""By the value of `penstock_expel_breaker_state`."""
 BROKER_TIMEOUT_S = 10.0
 
 
@@ -186,7 +189,8 @@ async def _destination(
         "dead": int(sample.total("penstock_expel_events_dead_total", **labels)),
         "rate": reading.rate("penstock_expel_events_delivered_total", **labels),
         "paused": None if pause is None else await _paused(broker, pipe, destination, pause),
-        "breaker_open": bool(sample.total("penstock_expel_breaker_state", **labels)),
+        "breaker": BREAKER_STATES[worst_breaker(sample, labels)],
+        "breaker_open": worst_breaker(sample, labels) > 0,
         "next_probe_ms": _next_probe(sample, labels),
         "lag_records": records,
         "lag_ms": millis,
@@ -194,6 +198,13 @@ async def _destination(
         "e2e_lag_ms": quantiles(sample.lag("penstock_e2e_lag_seconds", **labels)),
         "event_lag_ms": quantiles(sample.lag("penstock_event_lag_seconds", **labels)),
     }
+
+
+def worst_breaker(sample: Sample, labels: Mapping[str, str]) -> int:
+    """The state of a destination's circuit breaker: an index of BREAKER_STATES, the highest of all processes of expel."""
+    name, wanted = "penstock_expel_breaker_state", set(labels.items())
+    states = [int(value) for (found, one), value in sample.values.items() if found == name and wanted <= set(one)]
+    return min(max(states, default=0), len(BREAKER_STATES) - 1)
 
 
 def _next_probe(sample: Sample, labels: Mapping[str, str]) -> int | None:

@@ -166,10 +166,8 @@ def _failing(row: dict[str, Any]) -> Text:
     name = Text(f"{row['pipe']} → {row['destination']}", style="red")
     wait = row["next_probe_ms"]
     when = f"In {millis(wait)} the" if wait else "The"
-    return Text.assemble(
-        name,
-        f" fails: its circuit breaker is open. {when} next event that is due tests its receiver. Try: penstock doctor",
-    )
+    fails = f" fails: its circuit breaker is {row['breaker']}. {when} next event that is due tests its receiver."
+    return Text.assemble(name, f"{fails} Try: penstock doctor")
 
 
 def _paused(row: dict[str, Any]) -> Text:

@@ -141,7 +141,7 @@ class Trial:
     refused: events that ingest would refuse. late: events that are behind the watermark of the events before them, with ms.
     newest_ms: the time of each stream's newest event; dead letters, here and in `late`, move no watermark.
     repeated: ids that several outputs have. filtered: the number of events in no output; None where outputs are new events.
-    shared: ids that events of the sample with different payloads have.
+    shared: ids that events of the sample with different payloads have. A dead letter does not count: no receiver gets it.
     absent: as in `Sample`; a stream without a field for the time only where the pipe has a watermark.
     """
 
@@ -251,7 +251,7 @@ def sum_up(
     absent = [one for one in absent if one.field is not None or windowed]
     living = [one for one in records if _position_of(one) not in gone]
     late, newest_ms = _find_late(pipe, living)
-    shared = _find_shared(records)
+    shared = _find_shared(living)
     return Trial(name, records, refused, result, outputs, dead, late, newest_ms, repeated, filtered, absent, shared)
 
 

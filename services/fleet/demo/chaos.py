@@ -34,6 +34,7 @@ from services.fleet.demo.stage import (
 )
 from services.fleet.receiver import Receiver, serve_receiver
 from services.fleet.sender import SendSummary
+from services.fleet.status import BREAKER_STATES, worst_breaker
 from services.fleet.status_view import spread
 from services.fleet.supervisor import Fleet
 
@@ -45,7 +46,6 @@ OPEN_S = 2.0
 OPENS_WITHIN_S = 60.0
 BEGINS_WITHIN_S = NO_PROGRESS_S = 300.0
 PHASES = ("before", "during", "after")
-BREAKER = {0: "closed", 1: "half-open", 2: "open"}
 SCHEDULE = ["1s"] + ["2s"] * 31
 """Rounds for about a minute: far longer than the outage."""
 
@@ -129,7 +129,7 @@ class Outage:
         return self.sent.accepted >= EVENTS and not any(tracker.lost for tracker in self.trackers.values())
 
     def _breaker(self, name: str) -> str:
-        return BREAKER.get(int(self.sample.total("penstock_expel_breaker_state", destination=name)), "closed")
+        return BREAKER_STATES[worst_breaker(self.sample, {"destination": name})]
 
     def _waiting(self, name: str) -> int:
         """The number of accepted events that are not delivered there."""

@@ -32,13 +32,17 @@ from services.fleet.paused import (
     read_pauses,
     split_lane,
 )
+from services.fleet.status import BREAKER_STATES
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, PipeName, Pipes, Since, Until, example, make_filter
 
 DESTINATION = typer.Typer(help="Show, pause and resume destinations.", no_args_is_help=True)
 APP.add_typer(DESTINATION, name="destination")
 
 SHOWN, LIMIT = 20, 1000
-_BREAKER = ("closed", "half-open", "open")
+_MEANING = {
+    "half-open": "one request tests the receiver; its other events wait",
+    "open": "too many requests failed; its events wait",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class Deliveries:
 
     def describe(self) -> str:
         """One line for a person."""
-        meaning = "" if self.breaker == "closed" else " (too many requests failed; its events wait: penstock status)"
+        meaning = "" if self.breaker == "closed" else f" ({_MEANING[self.breaker]}: penstock status)"
         counts = ", ".join(f"{outcome} {count:,}" for outcome, count in sorted(self.requests.items())) or "none"
         return f"{self.lane}: circuit breaker {self.breaker}{meaning}; requests since expel started: {counts}"
 
@@ -64,7 +68,9 @@ def list_deliveries(sample: Sample, name: str, pipe: str | None) -> list[Deliver
         if metric == "penstock_expel_breaker_state" and found["destination"] == name and pipe in (None, found["pipe"]):
             lane = lane_name(found["pipe"], name)
             breakers[lane] = max(breakers.get(lane, 0), min(2, int(value)))
-    return [Deliveries(lane, _BREAKER[worst], _requests(sample, lane)) for lane, worst in sorted(breakers.items())]
+    return [
+        Deliveries(lane, BREAKER_STATES[worst], _requests(sample, lane)) for lane, worst in sorted(breakers.items())
+    ]
 
 
 def _requests(sample: Sample, lane: str) -> dict[str, int]:

@@ -75,8 +75,8 @@ def try_pipe(
 
     Without a transform it shows the id, key and time that the events get.
 
-    Status 0 when every event passes or is dropped by the transform. 1 for dead letters, refused events, repeated ids and a broken
-    transform.
+    Status 0 when every event passes or is dropped by the transform. 1 for dead letters, refused events, results that repeat the
+    id of another result, and a broken transform.
     """
     try:
         trial, chosen = _try(pipe, sample or [], from_stream, pipes, broker, data)

@@ -71,6 +71,7 @@ async def test_an_open_circuit_breaker_is_named(tmp_path: Path) -> None:
     values["penstock_expel_events_dead_total", lanes["d"] | {("reason", "http_404")}] = 1.0
     status = await summarise(StatusReading(state, Sample(0.0, values), None), pipes)
     assert [row["breaker_open"] for row in status["destinations"]] == [True, False]
+    assert [row["breaker"] for row in status["destinations"]] == ["open", "closed"]
     assert [row["waiting"] for row in status["destinations"]] == [41_577, None], "unknown is not zero"
     console = Console(width=200, record=True)
     console.print(render_status(status))
@@ -80,6 +81,10 @@ async def test_an_open_circuit_breaker_is_named(tmp_path: Path) -> None:
     assert "Try: penstock doctor" in text
     assert "penstock dead list" in text
     assert "41577" in text
+    values["penstock_expel_breaker_state", lanes["d"]] = 1.0
+    half_open = await summarise(StatusReading(state, Sample(0.0, values), None), pipes)
+    console.print(render_status(half_open))
+    assert "its circuit breaker is half-open. In " in console.export_text(), "as `penstock destination show` says"
 
 
 async def test_a_start_is_told_with_its_time(tmp_path: Path) -> None:

@@ -168,7 +168,13 @@ def status(names: Names) -> Shown:
     }
     destination |= {"waiting": 123_456}
     destination |= {"delivered": 123_456_789, "dead": 405, "lag_records": 123_456, "lag_ms": 1_200_000}
-    destination |= {"e2e_lag_ms": LAGS, "paused": paused, "breaker_open": True, "next_probe_ms": 299_000}
+    destination |= {
+        "e2e_lag_ms": LAGS,
+        "paused": paused,
+        "breaker": "open",
+        "breaker_open": True,
+        "next_probe_ms": 299_000,
+    }
     table: dict[str, Any] = {"rows": 123_456_789, "behind_ms": 119_000, "rate": 12_345.0}
     table["rebuilt"] = {"at": "2026-11-21T08:00:00.000Z", "reason": "position_out_of_range"}
     retrier = {"up": True, "rate": 12_345.0, "waiting": 123_456, "next_due_ms": 123, "released": 123_456_789, "dead": 1}

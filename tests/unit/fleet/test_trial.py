@@ -50,6 +50,14 @@ def record(number: int, event_id: str, timestamp: int = NOW) -> SampleRecord:
     return SampleRecord(f"f:{number}", "s", 0, str(number), stored)
 
 
+def dead_letter(one: SampleRecord) -> Record:
+    """Of an event on which the transform failed."""
+    return make_dead_letter(
+        one.record, reason="schema_mismatch", detail="", node="transform", pipe="one", first_failure=NOW,
+        source=TopicPartition(one.topic, one.partition), offset=int(one.offset), now_ms=NOW,
+    )  # fmt: skip
+
+
 def test_a_sample_is_stored_as_ingest_would(pipes: PipeFile) -> None:
     """Broken: a trial shows other ids, keys, times or refusals than the running fleet."""
     payloads = [
@@ -95,6 +103,13 @@ def test_different_events_of_one_id_are_named(pipes: PipeFile) -> None:
     found = trial.sum_up("two", pipes.pipes["two"], sample.records, [], TrialResult())
     assert found.as_json()["shared_ids"] == ["8"]
     assert found.is_good
+    first = next(one for one in sample.records if one.record.value == b'{"nr": 8}')
+    second = next(one for one in sample.records if one.record.value == b'{"nr": 8, "state": "sold"}')
+    dead = [dead_letter(one) for one in (first, second)]
+    corrected = trial.sum_up("two", pipes.pipes["two"], sample.records, [], TrialResult(dead=dead))
+    assert corrected.as_json()["shared_ids"] == [], (
+        "an event that was corrected and sent again has the id of its dead letter"
+    )
     (note,) = [one for one in _warnings(found, pipes.pipes["two"]) if "same id" in one]
     assert note.startswith("different events have the same id, and receivers drop all but the first as duplicates: 8. ")
 
@@ -123,10 +138,7 @@ def test_what_became_of_each_event_is_counted(pipes: PipeFile) -> None:
     assert "when an event is 1m or more later than the window's end. This sample alone would bring windows" in live
     assert f"that ended by {format_time(NOW - 60_000)} at most" in live
     ahead = record(4, "d", NOW + 3_600_000)
-    letter = make_dead_letter(
-        ahead.record, reason="schema_mismatch", detail="", node="transform", pipe="one", first_failure=NOW,
-        source=TopicPartition("s", 0), offset=4, now_ms=NOW,
-    )  # fmt: skip
+    letter = dead_letter(ahead)
     dead = trial.sum_up("one", pipes.pipes["one"], [*records, ahead], [], TrialResult(dead=[letter], row_by_row=False))
     (live,) = [note for note in _warnings(dead, pipes.pipes["one"]) if note.startswith("live, ")]
     assert f"that ended by {format_time(NOW - 60_000)} at most" in live
