@@ -200,7 +200,9 @@ BROKER_LAG_RECORDS = Gauge(
     ["group", "topic", "partition"],
 )
 BROKER_LAG_SECONDS = Gauge(
-    "penstock_broker_lag_seconds", "Age of the oldest unprocessed record.", ["group", "topic", "partition"]
+    "penstock_broker_lag_seconds",
+    "Seconds that the oldest unprocessed record has waited.",
+    ["group", "topic", "partition"],
 )
 BROKER_GAP_RECORDS = Counter(
     "penstock_broker_gap_records", "Records that were missing at the position where a group read.", ["group", "topic"]

@@ -21,7 +21,7 @@ _CLOCKS = (
     "GET /v1/pipes/PIPE/lag"
 )
 _BEHIND = (
-    "behind: the number of events from the first unsettled one on, and the age of that one. For a destination behind a\n"
+    "behind: the number of events from the first unsettled one on, and how long that one has waited. For a destination behind a\n"
     "transform: the results of the transform. retried: events that were sent again, once for each\n"
     "attempt. waiting: events in PIPE.retry, with the global retrier, or parked; see penstock loss show PIPE"
 )

@@ -83,9 +83,10 @@ class Appended:
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """records: not processed yet. millis: age of the oldest of them by its record timestamp, 0 when there is none.
+    """records: not processed yet. millis: how long the oldest of them has waited, 0 when there is none.
 
-    stored: when the oldest of them was stored, ms, by the broker's clock; None when it is not known, or there is none.
+    stored: when the oldest of them was stored, ms, by the broker's clock; None when there is none, or in a topic that keeps only
+    the writer's time. There `millis` counts from that time.
     """
 
     records: int

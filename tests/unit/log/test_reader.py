@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.core.broker.contract import Lag
 from services.core.broker.errors import OffsetOutOfRange, UnknownTopic
 from services.core.broker.log.clock import WallClock
 from services.core.broker.log.data_folder import DataFolder
@@ -14,7 +15,7 @@ from services.core.broker.log.row_format import pack
 from services.core.broker.log.topic_reader import TopicReader, lag_behind
 from services.core.broker.log.topic_writer import TopicWriter
 from services.core.broker.record import Record
-from tests.unit.log.sample import TOPIC, make_topic, numbers, records, store
+from tests.unit.log.sample import TOPIC, SetClock, make_topic, numbers, records, store
 
 
 def at(millis: int) -> datetime:
@@ -91,13 +92,12 @@ def test_start_at_a_date_is_the_first_record_not_older(
         assert reader.offsets_at(at(wanted)) == {0: expected}
 
 
-def test_lag_counts_records_and_age(folder: DataFolder) -> None:
-    """If it fails, alarms and scaling work on wrong figures."""
+def test_lag_counts_records_and_the_time_since_they_were_stored(tmp_path: Path) -> None:
+    """If it fails, alarms and scaling work on wrong figures: an event from last year looks as if it had waited for a year."""
+    folder, clock = make_topic(tmp_path), SetClock(1000)
+    for first in (0, 10, 20):
+        store(folder, 0, records(first, 10), clock)
+        clock.now += 100
     with TopicReader(folder, TOPIC) as reader:
-        lags = {offset: lag_behind(reader, {0: offset}, 1000)[0] for offset in (0, 15, 29, 30)}
-    assert {offset: (lag.records, lag.millis) for offset, lag in lags.items()} == {
-        0: (30, 1000),
-        15: (15, 985),
-        29: (1, 971),
-        30: (0, 0),
-    }
+        lags = {offset: lag_behind(reader, {0: offset}, 5000)[0] for offset in (0, 15, 29, 30)}
+    assert lags == {0: Lag(30, 4000, 1000), 15: Lag(15, 3900, 1100), 29: Lag(1, 3800, 1200), 30: Lag(0, 0)}

@@ -364,7 +364,8 @@ class LagMeter:
         for source, offset in behind.items():
             oldest = self._times[source][1]
             if oldest is not None:  # else there are only marks of transactions and rolled-back records
-                lags[source] = Lag(end[source] - offset, max(0, now - oldest.event), oldest.stored)
+                since = oldest.event if oldest.stored is None else oldest.stored
+                lags[source] = Lag(end[source] - offset, max(0, now - since), oldest.stored)
         return lags
 
     def _is_known(self, source: TopicPartition, offset: int) -> bool:

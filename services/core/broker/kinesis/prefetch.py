@@ -176,18 +176,16 @@ _POLL_BYTES = 1_000_000
 
 
 class _Returned(NamedTuple):
-    """Returned and unprocessed: the offsets and record times of an entry."""
+    """Returned and unprocessed: the offsets of an entry, and its arrival."""
 
     offsets: Sequence[int]
-    times: Sequence[int]
     arrived: int
 
 
 class _GivenUp(NamedTuple):
-    """Records that were read and given up: offset, time and arrival of the first, and their number."""
+    """Records that were read and given up: offset and arrival of the first, and their number."""
 
     offset: int
-    time: int
     arrived: int
     records: int
 
@@ -269,7 +267,7 @@ class Backlog:
         if self._entries:
             first, start = self._entries[0], self._returned_of_first
             count = sum(len(entry.records) for entry in self._entries) - start
-            self._given_up = _GivenUp(first.offsets[start], first.records[start].timestamp, first.arrived, count)
+            self._given_up = _GivenUp(first.offsets[start], first.arrived, count)
             metrics.BROKER_READ_AGAIN.labels(self.source.topic).inc(count)
         self._is_rewound = self.ended = False
         self.millis_behind = self.millis_behind or 1
@@ -391,11 +389,7 @@ class Backlog:
         return batches
 
     def _pass(self, entry: StoredEntry, stop: int) -> None:
-        start = self._returned_of_first
-        returned = entry.records[start:stop]
-        self._returned.append(
-            _Returned(entry.offsets[start:stop], [record.timestamp for record in returned], entry.arrived)
-        )
+        self._returned.append(_Returned(entry.offsets[self._returned_of_first : stop], entry.arrived))
         if stop == len(entry.records):
             self._entries.popleft()
             self._returned_of_first = 0
@@ -418,7 +412,7 @@ class Backlog:
         if self._returned and self._returned[0].offsets[0] <= offset:
             first = self._returned[0]
             done = bisect_right(first.offsets, offset)
-            self._returned[0] = _Returned(first.offsets[done:], first.times[done:], first.arrived)
+            self._returned[0] = _Returned(first.offsets[done:], first.arrived)
         self._update_settled()
 
     def _update_settled(self) -> None:
@@ -431,11 +425,11 @@ class Backlog:
         count = sum(len(entry.offsets) for entry in self._returned) + sum(len(entry.records) for entry in self._entries)
         count += self._given_up.records if self._given_up is not None else -self._returned_of_first
         if self._returned:
-            oldest, stored = self._returned[0].times[0], self._returned[0].arrived
+            stored = self._returned[0].arrived
         elif self._entries:
-            oldest, stored = self._entries[0].records[self._returned_of_first].timestamp, self._entries[0].arrived
+            stored = self._entries[0].arrived
         elif self._given_up is not None:
-            oldest, stored = self._given_up.time, self._given_up.arrived
+            stored = self._given_up.arrived
         else:
             return Lag(1, self.millis_behind, now_ms - self.millis_behind) if self.millis_behind else Lag(0, 0)
-        return Lag(count, max(0, now_ms - oldest), stored)
+        return Lag(count, max(0, now_ms - stored), stored)

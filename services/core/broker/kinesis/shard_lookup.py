@@ -210,17 +210,16 @@ async def count_lag(source: ShardSource, committed: int | None, now_ms: int) -> 
     offset = 0 if committed is None else committed + 1
     sequence, sub = split_offset(offset)
     count = size = 0
-    oldest: int | None = None
     stored: int | None = None
     async for entry in _entries_from(source, offset, _ENTRIES):
         rest = entry.records[sub:] if entry.sequence == sequence else entry.records
-        if rest and oldest is None:
-            oldest, stored = rest[0].timestamp, entry.arrived
+        if rest and stored is None:
+            stored = entry.arrived
         count += len(rest)
         size += entry.size
         if size > _COUNT_BYTES:
             break
-    return Lag(count, 0 if oldest is None else max(0, now_ms - oldest), stored)
+    return Lag(count, 0 if stored is None else max(0, now_ms - stored), stored)
 
 
 async def _entries_from(

@@ -127,15 +127,15 @@ class TopicReader(OpenTopic):
             wanted = int(start.timestamp() * 1000)
             return {p: self._offset_at(p, head, wanted) for p, head in enumerate(heads)}
 
-    def timestamp_at(self, partition: int, offset: int) -> int | None:
-        """The timestamp of the first record from `offset` on; None at the end or when it cannot be read."""
+    def stored_at(self, partition: int, offset: int) -> int | None:
+        """When the first record from `offset` on was stored, ms; None at the end or when it cannot be read."""
         with classified(self._store.topic):
             for row in self._rows(partition, offset, _ROWS):
                 block = read_row(row)
                 if block is None:
                     return None
-                if (index := bisect_left(block.offsets, offset)) < len(block.records):
-                    return block.records[index].timestamp
+                if bisect_left(block.offsets, offset) < len(block.records):
+                    return row.stored_ms
         return None
 
     def last_epoch(self, writer: str) -> int | None:
@@ -226,8 +226,8 @@ def lag_behind(reader: TopicReader, nexts: Mapping[int, int], now_ms: int) -> di
         if partition >= len(heads):
             continue
         records = max(0, heads[partition].next - offset)
-        oldest = reader.timestamp_at(partition, max(offset, heads[partition].start)) if records else None
-        found[partition] = Lag(records, 0 if oldest is None else max(0, now_ms - oldest))
+        stored = reader.stored_at(partition, max(offset, heads[partition].start)) if records else None
+        found[partition] = Lag(records, 0 if stored is None else max(0, now_ms - stored), stored)
     return found
 
 

@@ -317,5 +317,5 @@ def find_edited(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "The fleet does not run with the present configuration files: they were changed after its start.",
             [*facts.changed, *(f"a mistake: {text}" for text in facts.mistakes[:SHOWN])],
-            "penstock check   # then restart penstock up to use the files, or undo the edit",
+            "penstock check   # with the --allow-networks of penstock up; then restart it to use the files, or undo the edit",
         )
