@@ -62,7 +62,9 @@ def main() -> int:
         "--tell", action="store_true", help="say also what came of histories in which nothing went wrong"
     )
     parser.add_argument("--first-failure", action="store_true", help="stop at the first history that breaks a promise")
-    parser.add_argument("--without", help="take out this mend (tests/simulation/patches.py, tested_mends.py)")
+    parser.add_argument(
+        "--without", help="take out this mend (its name is in patches.py, readers/patches.py or tested_mends.py)"
+    )
     parser.add_argument(
         "--prove", action="store_true", help="find the fault of each mend, taken out: by a seed or by its test"
     )
