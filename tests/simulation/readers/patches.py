@@ -62,7 +62,7 @@ READERS = (
         "on Kafka, a member reads on in a log that was cut off below its position",
         (
             Change(
-                "services/core/broker/kafka/consumer.py",
+                "services/core/broker/kafka/log_check.py",
                 "if before is not None and now and now[0][1] != before[1]:",
                 "if before is not None and now and now[0][1] < 0:",
             ),
@@ -74,7 +74,7 @@ READERS = (
         "on Kafka, a member reads a topic that was made anew from where it was in the old one",
         (
             Change(
-                "services/core/broker/kafka/consumer.py",
+                "services/core/broker/kafka/log_check.py",
                 "if source.topic in topics and topics[source.topic].id != read}",
                 "if source.topic in topics and not read}",
             ),
@@ -93,17 +93,17 @@ READERS = (
         "on Kafka, a node that hears no news says where a group begins in a topic that was made anew",
         (
             Change(
-                "services/core/broker/kafka/offsets.py",
+                "services/core/broker/kafka/leaders.py",
                 "    if ids is not None:\n        led: defaultdict",
                 "    if ids is None:\n        led: defaultdict",
             ),
             Change(
-                "services/core/broker/kafka/offsets.py",
+                "services/core/broker/kafka/leaders.py",
                 "{name: ids[name] for name in names}",
                 "dict.fromkeys(names, '')",
             ),
             Change(
-                "services/core/broker/kafka/offsets.py",
+                "services/core/broker/kafka/leaders.py",
                 "if topic not in found or found[topic].id != wanted:",
                 "if wanted:",
             ),
@@ -140,12 +140,12 @@ READERS = (
         "on Kafka, the marks of transactions count as lag",
         (
             Change(
-                "services/core/broker/kafka/offsets.py",
+                "services/core/broker/kafka/leaders.py",
                 "if oldest is not None:  # else",
                 "if oldest is not None or offset < end[source]:  # else",
             ),
             Change(
-                "services/core/broker/kafka/offsets.py",
+                "services/core/broker/kafka/leaders.py",
                 "max(0, now - oldest.event), oldest.stored)",
                 "max(0, now - (oldest.event if oldest else now)))",
             ),
@@ -211,8 +211,8 @@ READERS = (
         (
             Change(
                 "services/core/broker/kafka/consumer.py",
-                "                self._seek_back()\n        return certain\n\n    def _find_suspects",
-                "                pass\n        return certain\n\n    def _find_suspects",
+                "                self._seek_back()\n        return certain\n\n    def _seek_back",
+                "                pass\n        return certain\n\n    def _seek_back",
             ),
         ),
         needs=frozenset({"readers", "kafka"}),
@@ -239,7 +239,7 @@ READERS = (
         "on Kafka, a former leader that hears no news says that nothing was cut off, and what replaced it is skipped",
         (
             Change(
-                "services/core/broker/kafka/offsets.py",
+                "services/core/broker/kafka/log_cuts.py",
                 "    if not epochs:\n        return\n    async for states in",
                 "    if epochs or not epochs:\n        return\n    async for states in",
             ),
@@ -252,7 +252,7 @@ READERS = (
         "on Kafka, what a new leader stores in place of as many lost records waits until something else comes",
         (
             Change(
-                "services/core/broker/kafka/consumer.py",
+                "services/core/broker/kafka/log_check.py",
                 "        led_anew = own.find_led_anew(newest)\n",
                 "        led_anew: dict[TopicPartition, tuple[int, int]] = {}\n",
             ),

@@ -27,17 +27,9 @@ from services.core import metrics
 from services.core.broker.contract import Start, TopicSpec, start_in
 from services.core.broker.errors import BrokerError, DataDamaged, PositionLost, TopicExists, Unavailable, UnknownTopic
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.offsets import (
-    EARLIEST,
-    CommitMetadata,
-    Committed,
-    Ids,
-    ends,
-    fetch_committed,
-    find_cuts,
-    list_offsets,
-    starts,
-)
+from services.core.broker.kafka.leaders import EARLIEST, Ids, ends, list_offsets, starts
+from services.core.broker.kafka.log_cuts import find_cuts
+from services.core.broker.kafka.offsets import CommitMetadata, Committed, fetch_committed
 from services.core.broker.kafka.reader import ErrorFactory, read_at
 from services.core.broker.record import Batch, Record, TopicPartition
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from services.core.broker.contract import MAX_POLL_BYTES
 from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRange, Unavailable, UnknownTopic
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.offsets import (
+from services.core.broker.kafka.leaders import (
     EARLIEST,
     REMEDY,
     Ids,
