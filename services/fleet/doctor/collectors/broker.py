@@ -36,8 +36,8 @@ from services.core.topic_names import (
 )
 from services.core.transform_marks import TransformMarks
 from services.fleet.dead.audit import AuditedActions
+from services.fleet.doctor.collectors.bounds import bounded, describe, in_thread
 from services.fleet.doctor.facts import Facts, Letters
-from services.fleet.doctor.looks.bounds import bounded, describe, in_thread
 
 OPEN_S = 8.0
 READ_S = 8.0
@@ -55,8 +55,8 @@ AT_ONCE = 8
 GroupTopic = tuple[str, str]
 
 
-async def look_at_broker(facts: Facts) -> None:
-    """All of it. Writes nothing. A broker that does not answer is a fact, not a failure of the look."""
+async def collect_broker(facts: Facts) -> None:
+    """All of it. Writes nothing. A broker that does not answer is a fact, not a failure of the collector."""
     found = facts.broker
     kind, _, path = found.url.partition("://")
     found.is_log = kind == "log"
@@ -67,7 +67,7 @@ async def look_at_broker(facts: Facts) -> None:
         async with _opened(facts) as broker:
             if broker is None:
                 return
-            await _look(facts, broker)
+            await _collect_all(facts, broker)
     except (BrokerError, TimeoutError, OSError) as error:
         found.problem = found.problem or describe(error)
 
@@ -126,19 +126,19 @@ async def _opened(facts: Facts) -> AsyncIterator[Broker | None]:
             pass  # the facts are there
 
 
-async def _look(facts: Facts, broker: Broker) -> None:
+async def _collect_all(facts: Facts, broker: Broker) -> None:
     pipes = facts.pipes
     if pipes is None:
         return
     groups = groups_of(pipes)
-    looks: dict[str, Coroutine[Any, Any, None]] = {
+    collectors: dict[str, Coroutine[Any, Any, None]] = {
         "the pauses": _read_pauses(facts, broker, pipes),
         "the transforms that have begun": _read_marks(facts, broker, pipes),
         "the groups": _read_groups(facts, broker, groups),
         "new dead letters": _read_letters(facts, broker, pipes),
         "the newest events": _read_newest(facts, broker, pipes),
     }
-    await asyncio.gather(*(bounded(facts, look, READ_S, work) for look, work in looks.items()))
+    await asyncio.gather(*(bounded(facts, name, READ_S, work) for name, work in collectors.items()))
     if not facts.broker.lags:
         return
     await asyncio.sleep(WINDOW_S)
