@@ -27,7 +27,7 @@ from services.core.startup import open_when_reachable
 from spark.brokers.contract import SparkBroker, open_spark_broker
 from spark.errors import shorten
 from spark.executor_group import ExecutorGroup
-from spark.executors import ExecutorsGoneError, ExecutorWatch, Seen
+from spark.executors import ExecutorsGoneError, ExecutorState, ExecutorWatch
 from spark.figures import TaskFigures
 from spark.health import STARTING, PipesHealth, Watchdog
 from spark.java import JAVA_ERRORS, has_stopped, java_process, live_executors, why_ended
@@ -325,11 +325,11 @@ async def watch_executors(
     """Until the stop. Raises ExecutorsGoneError: only a new application helps then. Its batches have no part in that."""
     ended = threading.Event()
 
-    def look() -> Seen:
-        return Seen(live_executors(session), has_stopped(session))
+    def read() -> ExecutorState:
+        return ExecutorState(live_executors(session), has_stopped(session))
 
     following = threading.Thread(
-        target=executors.follow, args=[look, health.has_work, ended], name="executors", daemon=True
+        target=executors.follow, args=[read, health.has_work, ended], name="executors", daemon=True
     )
     following.start()
     try:

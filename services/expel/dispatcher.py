@@ -126,9 +126,9 @@ class Dispatcher:
         self._workers: set[asyncio.Task[None]] = set()
         self._sending: set[Delivery] = set()
         self._limit = InFlightLimit(config.max_events, config.max_bytes)
-        self._stopped = self._replaying = self._held = False
+        self._stopped = self._replaying = self._suspended = False
         self._park_reason: str | None = None
-        self._hold_until = self._alive_at = self._send_again_at = 0.0
+        self._retry_after_until = self._alive_at = self._send_again_at = 0.0
         self._ended = self._waits = 0
         """Attempts that ended; waits for room that began."""
         self._is_waiting = False
@@ -156,9 +156,9 @@ class Dispatcher:
         """Accept only parked events."""
         self._replaying = True
 
-    def hold(self) -> None:
+    def suspend(self) -> None:
         """Start no request in this membership, not even a retry. Events that were not sent are polled again."""
-        self._held = True
+        self._suspended = True
         self._progress.set()
 
     def start_slowly(self) -> None:
@@ -194,7 +194,7 @@ class Dispatcher:
         if self._is_waiting and self.room():
             yield Step("it does not poll although it has room", self._waits)
         is_idle = not (self._sending or len(self._side_topics) or self._queue.is_timed)
-        if is_idle and self._limit.events and not (self._stopped or self._held or self.gone.is_set()):
+        if is_idle and self._limit.events and not (self._stopped or self._suspended or self.gone.is_set()):
             yield Step("events are due and are not sent", self._ended)
 
     def room(self) -> int:
@@ -282,9 +282,9 @@ class Dispatcher:
             if self._park_reason is not None:
                 self._park_queued(self._park_reason)
                 return None
-            if self._held or self.gone.is_set():
+            if self._suspended or self.gone.is_set():
                 return None
-            now = self._note_alive()
+            now = self._record_alive()
             due = self._queue.next_due(now, is_sending=bool(self._sending))
             if due is None:
                 return None
@@ -292,7 +292,7 @@ class Dispatcher:
                 self._queue.wake_at(max(due, self._send_again_at))
                 return None
             if not self._throttle.is_blocked:
-                due = max(due, self._hold_until)
+                due = max(due, self._retry_after_until)
             if due <= now:
                 due = now + self._throttle.wait()
             if due > now:
@@ -310,9 +310,9 @@ class Dispatcher:
     async def _keep_alive(self) -> NoReturn:
         while True:
             await asyncio.sleep(FROZEN_S / 5)
-            self._note_alive()
+            self._record_alive()
 
-    def _note_alive(self) -> float:
+    def _record_alive(self) -> float:
         """The time (monotonic). After a freeze (stopped, suspended, swapped out) no request starts for ASK_GROUP_S: other members
         may have delivered what is queued here. If so, the queue is emptied meanwhile.
         """
@@ -364,7 +364,7 @@ class Dispatcher:
                 self._queue.retry(kept)
             self.gone.set()
             return
-        self._hold_until = max(self._hold_until, time.monotonic() + decision.hold)
+        self._retry_after_until = max(self._retry_after_until, time.monotonic() + decision.retry_after)
         if decision.delivered:
             delivered = delivery.subset(decision.delivered)
             delivered.failures = earlier  # of these, this attempt did not fail
@@ -454,7 +454,7 @@ class Dispatcher:
         def is_drained() -> bool:
             if self._park_reason is not None:
                 return not self._limit.events
-            retries = 0 if self._held or self.gone.is_set() else self._queue.retries
+            retries = 0 if self._suspended or self.gone.is_set() else self._queue.retries
             return not (self._sending or len(self._side_topics) or retries)
 
         await self._wait_until(is_drained, limit)

@@ -113,7 +113,7 @@ class Claims:
         self._seen: tuple[int, bytes] | None = None
         self._since = 0.0
 
-    def take(self, above: Callable[[], int] = lambda: 0) -> Claim:
+    def acquire(self, above: Callable[[], int] = lambda: 0) -> Claim:
         """Take the claim, if its last holder released it, or shows no sign of life. Raises CheckpointInUse; the store's errors.
 
         above: gives a number that a former holder had, whatever became of its claim. It sees a silent holder only by calls that

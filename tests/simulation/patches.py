@@ -115,7 +115,7 @@ FLEET = (
     Patch(
         "pause-in-replay",
         "a replay that is paused goes on with its retries",
-        (Change("services/expel/pause.py", "                self._dispatcher.hold()\n", "                pass\n"),),
+        (Change("services/expel/pause.py", "                self._dispatcher.suspend()\n", "                pass\n"),),
         needs=frozenset({"pause", "order: key"}),
     ),
     Patch(

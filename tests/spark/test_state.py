@@ -52,7 +52,7 @@ class Folder:
     def source_names(self, _batch: int) -> list[str]:
         return self.names
 
-    def check_held(self) -> None:
+    def check_claim(self) -> None:
         """It is."""
 
 

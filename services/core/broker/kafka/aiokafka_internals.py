@@ -50,7 +50,7 @@ class FetchBudget:
         self._limit = limit
         self._held: dict[object, int] = {}
 
-    def hold(self, member: object, size: int) -> None:
+    def set_size(self, member: object, size: int) -> None:
         """This member holds this much now."""
         self._held[member] = size
 
@@ -122,7 +122,7 @@ class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
         by_id = [(node, FetchById(request, lambda source: self.find_id(source))) for node, request in named]
         requests = [(node, request) for node, request in by_id if request.topics]
         waiting = self.waiting_bytes()
-        self._budget.hold(self, waiting)
+        self._budget.set_size(self, waiting)
         if waiting >= AHEAD_BYTES:
             requests = []
         elif self._budget.is_spent:

@@ -48,7 +48,7 @@ async def collect_processes(facts: Facts) -> None:
     await asyncio.sleep(WINDOW_S)
     data, state = facts.data, facts.state
     if data is not None and state is not None:
-        _note_restarts(facts, await in_thread(lambda: read_state(data)))
+        _count_restarts(facts, await in_thread(lambda: read_state(data)))
     await asyncio.gather(*map(_read_again, every))
 
 
@@ -64,7 +64,7 @@ async def _collect_instance(one: Instance) -> None:
         one.lines = await in_thread(lambda: tail(path))
 
 
-def _note_restarts(facts: Facts, later: FleetState | None) -> None:
+def _count_restarts(facts: Facts, later: FleetState | None) -> None:
     found = {} if later is None else {one.name: one for one in later.processes}
     for one in facts.instances:
         now = found.get(one.name)
