@@ -21,7 +21,8 @@ from services.core.dead_letter import DeadLetter, Position
 from services.core.event import FAULT, ID, ORIGIN, REDRIVEN
 from services.core.existing_topics import Translation
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
-from services.core.pipes import PipeFile, Stream
+from services.core.pipe_stream import Stream
+from services.core.pipes import PipeFile
 from services.core.provision import ensure_topics
 from services.core.retry_state import read_state, unwrap
 from services.core.times import parse_time

@@ -11,7 +11,7 @@ from services.core.broker.log import LogBroker
 from services.core.broker.record import Batch, Record
 from services.core.event import TOPIC_NUMBERS, Origin, offset_of, topic_incarnation
 from services.core.existing_topics import Translation
-from services.core.pipes import Stream
+from services.core.pipe_stream import Stream
 from services.observer.explain import explain
 from services.observer.ledger import origin_sets
 from services.observer.ledger.flow import Flow, PipeFlow, Step
