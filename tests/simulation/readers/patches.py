@@ -39,7 +39,7 @@ READERS = (
         (
             Change(
                 "services/core/broker/kafka/positions.py",
-                "    cuts = await find_cuts(cluster, read, ids)\n",
+                "    cuts = await find_truncations(cluster, read, ids)\n",
                 "    cuts: dict[TopicPartition, Any] = {}\n",
             ),
         ),
@@ -239,7 +239,7 @@ READERS = (
         "on Kafka, a former leader that hears no news says that nothing was cut off, and what replaced it is skipped",
         (
             Change(
-                "services/core/broker/kafka/log_cuts.py",
+                "services/core/broker/kafka/log_truncation.py",
                 "    if not epochs:\n        return\n    async for states in",
                 "    if epochs or not epochs:\n        return\n    async for states in",
             ),

@@ -22,7 +22,7 @@ from services.core.broker.kafka.error_codes import CORRUPT, FENCED, raise_for
 from services.core.broker.kafka.eviction import client_id, name_process
 from services.core.broker.kafka.fetch_by_id import FetchById, FindId, is_refused
 from services.core.broker.kafka.leaders import by_topic
-from services.core.broker.kafka.log_cuts import EpochHistory
+from services.core.broker.kafka.log_truncation import EpochHistory
 from services.core.broker.kafka.offsets import CommitMetadata
 from services.core.broker.kafka.record_batch import epochs_of
 from services.core.broker.record import TopicPartition

@@ -10,7 +10,7 @@ from aiokafka import TopicPartition as KafkaPartition
 from services.core.broker.errors import BrokerError
 from services.core.broker.kafka.assignment import Assignment
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.log_cuts import find_cuts
+from services.core.broker.kafka.log_truncation import find_truncations
 from services.core.broker.record import TopicPartition
 
 log = structlog.get_logger()
@@ -44,7 +44,7 @@ class LogCheck:
     ) -> set[TopicPartition]:
         """Owned partitions of topics that were created again; if there are none, those whose log was cut off below the next
         offset, of the suspects and of partitions with a new leader: nothing may be stored behind that offset for long.
-        fetched: as in `find_cuts`."""
+        fetched: as in `find_truncations`."""
         own = self._own
         lives = {source: own.metadata[source].topic for source in own.owned - own.unpositioned}
         topics = await self._cluster.describe_agreed(sorted({source.topic for source in lives})) if lives else {}
@@ -55,15 +55,15 @@ class LogCheck:
         led_anew = own.find_led_anew(newest)
         newer = {source: epoch for source, epoch in (fetched or {}).items() if source in suspects}
         newer |= {source: max(newest[source], newer.get(source, -1)) for source in led_anew.keys() & suspects.keys()}
-        cuts = await find_cuts(self._cluster, suspects, {s.topic: lives[s] for s in suspects}, fetched=newer)
+        cuts = await find_truncations(self._cluster, suspects, {s.topic: lives[s] for s in suspects}, fetched=newer)
         own.validated |= {s: (suspects[s][0], newest[s]) for s in led_anew.keys() & suspects.keys() - cuts.keys()}
         nodes: defaultdict[int, dict[TopicPartition, tuple[int, int]]] = defaultdict(dict)
         for source in led_anew.keys() - suspects.keys():
             nodes[topics[source.topic].partitions[source.partition].leader][source] = led_anew[source]
-        found = await asyncio.gather(*(self._find_cut_behind(asked, lives, newest) for asked in nodes.values()))
+        found = await asyncio.gather(*(self._find_truncated(asked, lives, newest) for asked in nodes.values()))
         return set(cuts).union(*found)
 
-    async def _find_cut_behind(
+    async def _find_truncated(
         self,
         read: Mapping[TopicPartition, tuple[int, int]],
         lives: Mapping[TopicPartition, str],
@@ -74,7 +74,9 @@ class LogCheck:
         ids = {source.topic: lives[source] for source in read}
         try:
             async with asyncio.timeout(_NEW_LEADER_S):
-                cuts = await find_cuts(self._cluster, read, ids, fetched={source: newest[source] for source in read})
+                cuts = await find_truncations(
+                    self._cluster, read, ids, fetched={source: newest[source] for source in read}
+                )
         except (BrokerError, TimeoutError) as error:
             log.info("kafka_log_unknown", group=self._group, error=str(error) or "no answer")
             return set()

@@ -22,7 +22,7 @@ class CommitMetadata(NamedTuple):
     """The metadata of every commit, for the next owner of the partition. None, "": not known (an administrator made the commit).
 
     partitions: the topic's number of partitions when the group began. topic: the topic's id; a commit for an earlier topic
-    of this name does not count. epoch: of the leader that wrote the last processed record; by it `find_cuts` finds whether
+    of this name does not count. epoch: of the leader that wrote the last processed record; by it `find_truncations` finds whether
     the log was cut off below the commit since.
     """
 

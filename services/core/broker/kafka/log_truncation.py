@@ -1,4 +1,4 @@
-"""Finds logs that were cut off: they lost their end, and records that a group has read are gone.
+"""Finds logs that were cut off (truncated): they lost their end, and records that a group has read are gone.
 
 Every batch carries the epoch of the leader that wrote it. A log that lost its end (an unclean election, a restored disk)
 goes on at lower offsets under a higher epoch. The position alone does not show this: once there are enough new records, the
@@ -46,20 +46,20 @@ class EpochHistory:
         return known + [start for start in self._starts if first < start[0] <= last]
 
 
-class Cut(NamedTuple):
+class Truncation(NamedTuple):
     """Where a log was cut off. epoch: of the last record below that offset, by which a second cut is found; None: not known."""
 
     offset: int
     epoch: int | None
 
 
-async def find_cuts(
+async def find_truncations(
     cluster: Cluster,
     read: Mapping[TopicPartition, tuple[int, int]],
     ids: Ids | None = None,
     *,
     fetched: Mapping[TopicPartition, int] | None = None,
-) -> dict[TopicPartition, Cut | None]:
+) -> dict[TopicPartition, Truncation | None]:
     """The partitions whose log was cut off below `read` (next offset, epoch of the last record), with the cut.
 
     None: the offset is unknown, because no node knows an epoch that high. fetched: epochs of records that were fetched since.
@@ -74,7 +74,7 @@ async def find_cuts(
         found = await _epoch_ends(cluster, leaders, asked)
         await _refuse_newer(cluster, {source: asked[source] for source, (_, end) in found.items() if end < 0})
     return {
-        source: Cut(end, epoch if epoch >= 0 else None) if end >= 0 else None
+        source: Truncation(end, epoch if epoch >= 0 else None) if end >= 0 else None
         for source, (epoch, end) in found.items()
         if end < read[source][0]
     }
