@@ -18,7 +18,7 @@ from spark.java import JAVA_ERRORS
 
 log = structlog.get_logger()
 
-LOOK_EVERY_S = 0.5
+POLL_EVERY_S = 0.5
 FRESH_S = 10.0
 """What was seen longer ago does not count: then Java itself may hang, and the clock goes on."""
 WITHOUT_S = 300.0
@@ -43,9 +43,9 @@ class ExecutorWatch:
     def __init__(self, master: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._master, self._now = master, clock
         self._lock = threading.Lock()
-        self._looked_at = self._since = clock()
+        self._polled_at = self._since = clock()
         self._without = 0.0
-        """Seconds without executors, up to `_looked_at`."""
+        """Seconds without executors, up to `_polled_at`."""
         self._waited = 0.0
         """Of these, the last ones, in which there was work."""
         self._state: ExecutorState | None = None
@@ -54,21 +54,21 @@ class ExecutorWatch:
         """Seconds with executors. As a monotonic clock."""
         with self._lock:
             now = self._now()
-            lasts = now - self._looked_at
+            lasts = now - self._polled_at
             return now - self._without - (lasts if self._is_empty() and lasts < FRESH_S else 0.0)
 
     def record(self, state: ExecutorState, *, has_work: bool) -> None:
-        """What a look has shown. has_work: whether a pipe has work for executors."""
+        """What a poll has shown. has_work: whether a pipe has work for executors."""
         with self._lock:
             now = self._now()
-            lasts = now - self._looked_at
+            lasts = now - self._polled_at
             if self._is_empty() and lasts < FRESH_S:
                 self._without += lasts
                 self._waited = self._waited + lasts if has_work else 0.0
             if state.ids:
                 self._waited = 0.0
             lost = frozenset() if self._state is None else self._state.ids - state.ids
-            self._state, self._looked_at = state, now
+            self._state, self._polled_at = state, now
         TRANSFORM_EXECUTORS.set(len(state.ids))
         if lost and not state.stopped:
             TRANSFORM_EXECUTORS_LOST.inc(len(lost))
@@ -110,7 +110,7 @@ class ExecutorWatch:
         self, read: Callable[[], ExecutorState], has_work: Callable[[], bool], stopping: threading.Event
     ) -> None:
         """Look again and again until the stop, or until the application ends. Blocking: in a thread of its own."""
-        while not stopping.wait(LOOK_EVERY_S):
+        while not stopping.wait(POLL_EVERY_S):
             try:
                 state = read()
             except (*JAVA_ERRORS, OSError) as error:  # the end of Java is noticed elsewhere

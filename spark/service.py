@@ -95,8 +95,8 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
         if "://" not in (checkpoints := settings.checkpoint_root()):
             show_disk(Path(checkpoints))
         loop = asyncio.get_running_loop()
-        tell = partial(_call_soon, loop, health.record_phase)
-        opening = run_blocking(lambda: _open(settings, broker, selected, scratch.folder, tell), "spark")
+        on_phase = partial(_call_soon, loop, health.record_phase)
+        opening = run_blocking(lambda: _open(settings, broker, selected, scratch.folder, on_phase), "spark")
         opened = await _unless_stopped(opening, supervision)
         if opened is None:
             return
@@ -141,7 +141,7 @@ def _open(
     broker: SparkBroker,
     selected: SelectedPipes,
     scratch: Path,
-    tell: Callable[[str], None],
+    on_phase: Callable[[str], None],
 ) -> tuple[SparkSession, list[Prepared]]:
     sized, settings = settings.master == AUTO, size_master(settings, selected)
     session = open_session(
@@ -157,9 +157,9 @@ def _open(
         ui=settings.spark_ui,
         compiler=settings.java_compiler,
         store=settings.object_store(selected),
-        on_phase=tell,
+        on_phase=on_phase,
     )
-    tell("the transforms are analysed")
+    on_phase("the transforms are analysed")
     prepared = prepare_pipes(session, selected, max_bytes=broker.max_record_bytes)
     check_suitability(session, settings, broker, selected, prepared)
     prepared = choose_modes(session, settings, broker, selected, prepared)

@@ -117,12 +117,12 @@ class ConfluentApi:
         number = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0
         return await self._find(request, lambda: self._catalog.by_id.get(number))
 
-    async def _find(self, request: web.Request, look: Callable[[], Schema | None]) -> Schema:
+    async def _find(self, request: web.Request, find: Callable[[], Schema | None]) -> Schema:
         """Raises Refused, also for a schema of which the key covers no subject."""
-        schema = look()
+        schema = find()
         if schema is None:
             await self._registrar.log.refresh()
-            schema = look()
+            schema = find()
         if schema is not None and knows_schema(request, schema):
             return schema
         raise Refused(problems.SCHEMA_NOT_FOUND, "GET /subjects lists the subjects, whose versions have ids.")

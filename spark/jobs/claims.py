@@ -110,7 +110,7 @@ class Claims:
     def __init__(self, store: ClaimStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._clock = store, clock
         self._owner = uuid.uuid4().hex
-        self._seen: tuple[int, bytes] | None = None
+        self._last_sign: tuple[int, bytes] | None = None
         self._since = 0.0
 
     def acquire(self, above: Callable[[], int] = lambda: 0) -> Claim:
@@ -146,8 +146,8 @@ class Claims:
         life = _read_life(found)
         if life.holder == self._owner or has_ended(life.process):
             return
-        if self._seen != (number, found):
-            self._seen, self._since = (number, found), now
+        if self._last_sign != (number, found):
+            self._last_sign, self._since = (number, found), now
         silent = now - self._since
         if silent < EXPIRY_S:
             raise CheckpointInUse(f"process {life.pid} on {life.host} runs its queries")

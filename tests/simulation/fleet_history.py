@@ -94,7 +94,7 @@ class FleetHistory(History):
         hidden = max(self.weather.hidden_until.get(topic, 0.0) for topic in ("", CONTROL))
         return max(hidden + late, self.deaf_until)
 
-    def note_deaf(self, seconds: float) -> None:
+    def record_deaf(self, seconds: float) -> None:
         """Some process does not follow what is paused for so long."""
         self.deaf_until = max(self.deaf_until, self.machine.time() + seconds)
 
@@ -118,7 +118,7 @@ class FleetHistory(History):
         super()._throw_away()
         _limit_appends(MAX_APPEND_BYTES)  # the next history may be one of readers
 
-    def _note_stored(self, source: TopicPartition) -> None:
+    def _record_stored(self, source: TopicPartition) -> None:
         store = self.cluster.store
         self.trace(f"stored {source.topic}[{source.partition}] to {store.partition(*source).end}")
         if source.topic != CONTROL:
@@ -133,7 +133,7 @@ class FleetHistory(History):
         choice, verdict = self.choice, self.verdict
         _limit_appends(choice.chunk_bytes)
         self.trace(f"seed {self.seed}: {choice}")
-        self.cluster.store.on_append.append(self._note_stored)
+        self.cluster.store.on_append.append(self._record_stored)
         await self.fleet.up(self.pipes)
         await self.wait_for(self._is_up, 60.0)
         until = self.machine.time() + choice.seconds
@@ -256,13 +256,13 @@ class FleetHistory(History):
             process.skew = self.fleet.skews[process.name] = rng.choice((-30.0, -2.0, 0.0, 2.0, 30.0))
         elif kind == "terminate":
             process.terminate()
-            self.note_deaf(DRAIN_S + 2.0)  # what it drains it still sends
+            self.record_deaf(DRAIN_S + 2.0)  # what it drains it still sends
             self.machine.call_later(12.0, process.kill)
         elif kind == "freeze" and not process.frozen:
             process.freeze()
-            self.cluster.note_frozen(process)
+            self.cluster.record_freeze(process)
             seconds = rng.choice((0.5, 4.0, 9.0))
-            self.note_deaf(seconds + 2.0)
+            self.record_deaf(seconds + 2.0)
             self.machine.call_later(seconds, process.thaw)
 
     async def _calm(self) -> None:

@@ -259,7 +259,7 @@ class MigrationHistory(History):
             return
         process.freeze()
         for cluster in self.clusters:
-            cluster.note_frozen(process)
+            cluster.record_freeze(process)
         self.machine.call_later(rng.choice((0.3, 1.0, 3.0, 3.5, 5.0, 12.0, 30.0)), process.thaw)
 
     def _expire(self) -> None:

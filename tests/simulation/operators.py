@@ -139,7 +139,7 @@ class Operator:
         await self._write(command)
 
     async def _down(self) -> None:
-        self._history.note_deaf(2 * DRAIN_S)  # what is drained is still sent
+        self._history.record_deaf(2 * DRAIN_S)  # what is drained is still sent
         await self._history.fleet.down()
 
     async def _redrive(self) -> None:

@@ -178,7 +178,7 @@ class ReaderHistory(History):
             self.trace(f"{name} {group} processed e{number} at {batch.topic}[{batch.partition}] {batch.offsets[index]}")
             self.oracle.process(group, number)
 
-        work = Work(self.rng, processed, lambda: self.world.is_calm, partial(watch.take, group))
+        work = Work(self.rng, processed, lambda: self.world.is_calm, partial(watch.record_batch, group))
         self._works[name, group] = work
         self._watches[name, group] = watch
         return work
@@ -324,7 +324,7 @@ class ReaderHistory(History):
         while True:
             await asyncio.sleep(0.1)
             for key, work in self._works.items():
-                self._watches[key].hold(work.consumer)
+                self._watches[key].check_fetched(work.consumer)
 
     async def _write(self, until: float) -> None:
         while self.machine.time() < until:
