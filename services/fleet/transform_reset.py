@@ -62,13 +62,13 @@ async def plan_restart(broker: Broker, sources: Sequence[str], since: datetime |
         incarnation = await broker.admin.incarnation(topic)
         wanted = {} if since is None else await broker.reader.offsets_at(topic, since)
         found = {}
-        for number, held in sorted((await broker.reader.describe(topic)).items()):
-            now = PartitionOffsets(TopicPartition(topic, number), held, None, Lag(0, 0))
-            to = found[number] = min(max(wanted.get(number, held.start), held.start), held.end)
-            moves.append(await count_events(broker, Move(now, to, PartitionRange(to, held.end))))
+        for number, stored in sorted((await broker.reader.describe(topic)).items()):
+            now = PartitionOffsets(TopicPartition(topic, number), stored, None, Lag(0, 0))
+            to = found[number] = min(max(wanted.get(number, stored.start), stored.start), stored.end)
+            moves.append(await count_events(broker, Move(now, to, PartitionRange(to, stored.end))))
         if since is not None:
             begins[topic] = Begin(incarnation, found)
-    older = 0 if since is None else sum(move.to - move.now.held.start for move in moves)
+    older = 0 if since is None else sum(move.to - move.now.stored.start for move in moves)
     return Restart(moves, since, begins, older)
 
 

@@ -121,12 +121,12 @@ async def read_reports(
         wanted.setdefault((origin.incarnation, origin.partition), BitMap()).add(origin.sequence)
     since = date_of(since_ms - EARLY_MS)
     try:
-        held = (await reader.describe(TELEMETRY))[0]
+        stored = (await reader.describe(TELEMETRY))[0]
         start = (await reader.offsets_at(TELEMETRY, since))[0]
     except UnknownTopic:
         return reports
-    is_kept = start > held.start or held.start == 0
-    async for batch in scan(reader, TELEMETRY, 0, start, None, held):
+    is_kept = start > stored.start or stored.start == 0
+    async for batch in scan(reader, TELEMETRY, 0, start, None, stored):
         if batch.records and batch.records[0].timestamp < since_ms:
             is_kept = True
         search.count(batch, budget)

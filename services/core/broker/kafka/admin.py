@@ -150,7 +150,7 @@ class KafkaAdmin:
 
     async def next_at_least(self, topic: str) -> dict[int, int]:
         """As in the contract: the ends."""
-        return {partition: held.end for partition, held in (await self.describe(topic)).items()}
+        return {partition: stored.end for partition, stored in (await self.describe(topic)).items()}
 
     async def fence(self, topic: str) -> dict[int, int]:
         """As in the contract: the ends."""

@@ -189,10 +189,10 @@ async def _read_groups(facts: Facts, broker: Broker, groups: list[GroupTopic], *
 
 async def _find_gaps(facts: Facts, broker: Broker, group: str, topic: str) -> None:
     """Partitions whose next record of the group is no longer stored."""
-    held = await broker.reader.describe(topic)
+    stored = await broker.reader.describe(topic)
     for partition, position in facts.broker.positions[group, topic].items():
-        if partition in held and position < held[partition].start:
-            facts.broker.gaps[group, TopicPartition(topic, partition)] = position, held[partition].start
+        if partition in stored and position < stored[partition].start:
+            facts.broker.gaps[group, TopicPartition(topic, partition)] = position, stored[partition].start
 
 
 async def _read_letters(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
@@ -234,10 +234,10 @@ async def _read_newest(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
             ranges = await broker.reader.describe(topic)
         except UnknownTopic:
             continue
-        facts.broker.ends[topic] = sum(held.end for held in ranges.values())
-        for partition, held in ranges.items():
-            start = max(held.start, held.end - NEWEST_RECORDS)
-            if start >= held.end:
+        facts.broker.ends[topic] = sum(stored.end for stored in ranges.values())
+        for partition, stored in ranges.items():
+            start = max(stored.start, stored.end - NEWEST_RECORDS)
+            if start >= stored.end:
                 continue
             try:
                 batch = await broker.reader.read(topic, partition, start, max_records=NEWEST_RECORDS)
