@@ -239,7 +239,7 @@ class Table:
             if over == 3 or over > self._dropped.get(minute, 0):
                 given_up += self._give_up(minute, now)
                 self._drop(minute, over)
-            elif age >= self.ages.fold and minute in self.origin_sets.held and self._is_final(minute):
+            elif age >= self.ages.fold and minute in self.origin_sets.unfolded and self._is_final(minute):
                 self._fold(minute)
         self._drop_rows(now)
         self.found = {key: at for key, at in self.found.items() if now - at < FOUND_FOR_MS}
