@@ -18,8 +18,8 @@ from spark.master import Executors, MasterKind
 T = TypeVar("T")
 GROUP = "executors"
 ANSWER_S = 10.0
-LOOK_EVERY_S = 15.0
-"""Between two looks whether executors are missing. They are ordered again, which changes nothing if they were not forgotten."""
+POLL_EVERY_S = 15.0
+"""Between two checks whether executors are missing. They are ordered again, which changes nothing if they were not forgotten."""
 _STARTING, _SILENT = "Spark is starting", f"Spark has not answered within {ANSWER_S:.0f} s"
 log = structlog.get_logger()
 
@@ -40,7 +40,7 @@ class ExecutorGroup:
         self._session: SparkSession | None = None
         self._leaving = set[str]()
         self._stands_by = False
-        self._looked_at = time.monotonic()
+        self._polled_at = time.monotonic()
         self._change: asyncio.Task[None] | None = None
         self.on_leave: Callable[[str], None] = lambda _name: None
         """Called before an executor is ordered to leave: it may be gone before Spark has answered."""
@@ -64,7 +64,7 @@ class ExecutorGroup:
             await self._run(self._give_back())
         elif self._stands_by:
             await self._run(self._take_over())
-        elif self._session is not None and time.monotonic() - self._looked_at > LOOK_EVERY_S:
+        elif self._session is not None and time.monotonic() - self._polled_at > POLL_EVERY_S:
             await self._run(self._order_missing())
 
     async def _give_back(self) -> None:
@@ -80,7 +80,7 @@ class ExecutorGroup:
         self._stands_by = False
 
     async def _order_missing(self) -> None:
-        self._looked_at = time.monotonic()
+        self._polled_at = time.monotonic()
         if len(await self._ask(live_executors)) < self._size:
             await self._order(self._size)
 

@@ -27,7 +27,7 @@ from services.core.startup import open_when_reachable
 from spark.brokers.contract import SparkBroker, open_spark_broker
 from spark.errors import shorten
 from spark.executor_group import ExecutorGroup
-from spark.executors import ExecutorsGoneError, ExecutorWatch, Seen
+from spark.executors import ExecutorsGoneError, ExecutorState, ExecutorWatch
 from spark.figures import TaskFigures
 from spark.health import STARTING, PipesHealth, Watchdog
 from spark.java import JAVA_ERRORS, has_stopped, java_process, live_executors, why_ended
@@ -95,8 +95,8 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
         if "://" not in (checkpoints := settings.checkpoint_root()):
             show_disk(Path(checkpoints))
         loop = asyncio.get_running_loop()
-        tell = partial(_call_soon, loop, health.record_phase)
-        opening = run_blocking(lambda: _open(settings, broker, selected, scratch.folder, tell), "spark")
+        on_phase = partial(_call_soon, loop, health.record_phase)
+        opening = run_blocking(lambda: _open(settings, broker, selected, scratch.folder, on_phase), "spark")
         opened = await _unless_stopped(opening, supervision)
         if opened is None:
             return
@@ -142,7 +142,7 @@ def _open(
     broker: SparkBroker,
     selected: SelectedPipes,
     scratch: Path,
-    tell: Callable[[str], None],
+    on_phase: Callable[[str], None],
 ) -> tuple[SparkSession, list[Prepared]]:
     sized, settings = settings.master == AUTO, size_master(settings, selected)
     session = open_session(
@@ -158,9 +158,9 @@ def _open(
         ui=settings.spark_ui,
         compiler=settings.java_compiler,
         store=settings.object_store(selected),
-        on_phase=tell,
+        on_phase=on_phase,
     )
-    tell("the transforms are analysed")
+    on_phase("the transforms are analysed")
     prepared = prepare_pipes(session, selected, max_bytes=broker.max_record_bytes)
     check_suitability(session, settings, broker, selected, prepared)
     prepared = choose_modes(session, settings, broker, selected, prepared)
@@ -326,11 +326,11 @@ async def watch_executors(
     """Until the stop. Raises ExecutorsGoneError: only a new application helps then. Its batches have no part in that."""
     ended = threading.Event()
 
-    def look() -> Seen:
-        return Seen(live_executors(session), has_stopped(session))
+    def read() -> ExecutorState:
+        return ExecutorState(live_executors(session), has_stopped(session))
 
     following = threading.Thread(
-        target=executors.follow, args=[look, health.has_work, ended], name="executors", daemon=True
+        target=executors.follow, args=[read, health.has_work, ended], name="executors", daemon=True
     )
     following.start()
     try:

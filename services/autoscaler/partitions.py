@@ -21,7 +21,8 @@ from services.core.broker.errors import BrokerError, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.key_marks import KeyMark, read_key_marks
 from services.core.lifecycle import wait_for_stop
-from services.core.pipes import PipeFile, Stream, own_streams
+from services.core.pipe_stream import Stream
+from services.core.pipes import PipeFile, own_streams
 from services.core.times import format_time
 from services.core.topic_names import AUDIT
 

@@ -10,7 +10,7 @@ from html import escape
 from typing import Protocol
 from urllib.parse import quote, quote_plus
 
-from services.core.credentials import BadCredential, Held
+from services.core.credentials import BadCredential, LiveValue
 from services.core.http_failure import Failure
 from services.core.masking import MASK
 
@@ -103,7 +103,9 @@ class SecretHeader:
     read serves all refused requests, and a file system that hangs blocks only one thread.
     """
 
-    def __init__(self, value: Held[str], make: Callable[[str], Credential], read: Callable[[], str] | None) -> None:
+    def __init__(
+        self, value: LiveValue[str], make: Callable[[str], Credential], read: Callable[[], str] | None
+    ) -> None:
         self._value, self._make, self._read = value, make, read
         self._made = make(value.current)
         self._reading: asyncio.Task[None] | None = None

@@ -167,7 +167,7 @@ def _load_own(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
 Value = TypeVar("Value")
 
 
-class Held(Generic[Value]):
+class LiveValue(Generic[Value]):
     """A value in use, replaced when its file changes. `current` is read for each request or connection. No repr shows it."""
 
     __slots__ = ("current",)
@@ -176,7 +176,7 @@ class Held(Generic[Value]):
         self.current = current
 
     def __repr__(self) -> str:
-        return "Held(***)"
+        return "LiveValue(***)"
 
 
 class Credentials:
@@ -187,9 +187,9 @@ class Credentials:
 
     def __init__(
         self,
-        value: Held[str] | None = None,
-        tls: Held[ssl.SSLContext] | None = None,
-        token_tls: Held[ssl.SSLContext] | None = None,
+        value: LiveValue[str] | None = None,
+        tls: LiveValue[ssl.SSLContext] | None = None,
+        token_tls: LiveValue[ssl.SSLContext] | None = None,
     ) -> None:
         self.value, self.tls, self.token_tls = value, tls, token_tls
         self.until: float | None = None
@@ -224,19 +224,19 @@ def read_credentials(
         key, secret, token = place
         try:
             value, credentials.until = read_noted(secret, folder, environ, token=token)
-            credentials.value = Held(value)
+            credentials.value = LiveValue(value)
         except BadCredential as error:
             mistakes.append((key, str(error)))
     for key, tls in _find_tls(webhook):
         try:
-            held = Held(read_tls(tls, folder)[1])
+            live = LiveValue(read_tls(tls, folder)[1])
         except BadCredential as error:
             mistakes.append((key, str(error)))
             continue
         if key == ("tls",):
-            credentials.tls = held
+            credentials.tls = live
         else:
-            credentials.token_tls = held
+            credentials.token_tls = live
     return credentials, mistakes
 
 
@@ -262,9 +262,9 @@ def watch_credentials(
             read = partial(_read_value, secret, folder, token, (name, key))
             watches.append(_watch(name, key, read, credentials.value, clock))
     for key, tls in _find_tls(webhook):
-        held = credentials.tls if key == ("tls",) else credentials.token_tls
-        if held is not None:
-            watches.append(_watch(name, key, partial(_read_tls, tls, folder, (name, key)), held, clock))
+        live = credentials.tls if key == ("tls",) else credentials.token_tls
+        if live is not None:
+            watches.append(_watch(name, key, partial(_read_tls, tls, folder, (name, key)), live, clock))
     return watches
 
 
@@ -330,13 +330,13 @@ def _watch(
     name: str,
     key: KeyPath,
     read: Callable[[bytes], tuple[bytes, Value] | None],
-    held: Held[Value],
+    live: LiveValue[Value],
     clock: Callable[[], float],
 ) -> FileWatch[Value]:
     word = ".".join(map(str, key))
 
     def use(current: Value) -> None:
-        held.current = current
+        live.current = current
         log.info("credential_loaded", name=name, key=word)
 
     return FileWatch(

@@ -32,8 +32,9 @@ from services.core.event import (
     read_arrival,
     topic_incarnation,
 )
+from services.core.pipe_stream import Stream
 from services.core.pipe_topic import FromHeader, Place, TopicTarget
-from services.core.pipes import PipeFile, Stream, own_streams
+from services.core.pipes import PipeFile, own_streams
 from services.core.topic_names import dead_letter_topic, output_topic, parked_topic, retry_topic
 
 OWN_PREFIX = "penstock_"

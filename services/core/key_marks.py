@@ -47,10 +47,10 @@ async def read_key_marks(reader: Reader) -> dict[str, KeyMark]:
     """
     found: dict[str, KeyMark] = {}
     try:
-        held = await reader.describe(CONTROL)
+        stored = await reader.describe(CONTROL)
     except UnknownTopic:
         return found
-    async for batch in read_topic(reader, CONTROL, 0, held[0]):
+    async for batch in read_topic(reader, CONTROL, 0, stored[0]):
         for record in batch.records:
             name = (record.key or b"").decode(errors="replace")
             if not name.startswith(_KEY):

@@ -18,7 +18,7 @@ import msgspec
 import structlog
 
 from services.core.authorization import Credential, NoCredential, mask_secret
-from services.core.credentials import MAX_VALUE, Held
+from services.core.credentials import MAX_VALUE, LiveValue
 from services.core.http_client import BadResponse, Response
 from services.core.http_failure import BAD_RESPONSE, MAX_HOLD, Failure, classify, excerpt, parse_retry_after
 from services.core.pipe_webhook import OAuth
@@ -96,7 +96,7 @@ class OAuthClient:
         self,
         name: str,
         config: OAuth,
-        secret: Held[str],
+        secret: LiveValue[str],
         client: Poster,
         count: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,

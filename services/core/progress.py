@@ -17,7 +17,7 @@ from services.core.lifecycle import wait_for_stop
 
 log = structlog.get_logger()
 
-LOOK_S = 5.0
+CHECK_EVERY_S = 5.0
 LIMIT_S = 180.0
 """Longer than any step that the broker or the network can delay: each of those has a time-out of its own, below a minute."""
 
@@ -79,34 +79,34 @@ class WatchedReader:
             self.turns.next()
 
 
-class _Seen(NamedTuple):
+class _Checked(NamedTuple):
     step: Step
-    looks: int
+    unchanged: int
 
 
 class ProgressWatch:
-    """The watch of one service. find: the present steps; called for each look, so it must be cheap. Not thread-safe."""
+    """The watch of one service. find: the present steps; called for each check, so it must be cheap. Not thread-safe."""
 
     def __init__(self, find: Callable[[], Iterable[Step]] = tuple) -> None:
         self.find = find
-        self._seen: dict[str, _Seen] = {}
+        self._last: dict[str, _Checked] = {}
         self._logged: set[str] = set()
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Look every LOOK_S seconds until `stopping`."""
+        """Check every CHECK_EVERY_S seconds until `stopping`."""
         while not stopping.is_set():
-            self.look()
-            await wait_for_stop(stopping, LOOK_S)
+            self.check()
+            await wait_for_stop(stopping, CHECK_EVERY_S)
 
-    def look(self) -> None:
-        """Compare the present steps with those of the last look. Logs each that becomes stuck, once."""
-        seen: dict[str, _Seen] = {}
+    def check(self) -> None:
+        """Compare the present steps with those of the last check. Logs each that becomes stuck, once."""
+        now: dict[str, _Checked] = {}
         for step in self.find():
-            before = self._seen.get(step.what)
+            before = self._last.get(step.what)
             is_same = before is not None and before.step.token == step.token
-            seen[step.what] = _Seen(step, before.looks + 1 if before is not None and is_same else 0)
-        self._seen = seen
-        stuck = {one.step.what for one in seen.values() if _is_stuck(one)}
+            now[step.what] = _Checked(step, before.unchanged + 1 if before is not None and is_same else 0)
+        self._last = now
+        stuck = {one.step.what for one in now.values() if _is_stuck(one)}
         for what in stuck - self._logged:
             log.error(
                 "no_progress",
@@ -117,9 +117,9 @@ class ProgressWatch:
 
     def why_not_alive(self) -> str | None:
         """What is stuck, for a person; None: nothing."""
-        stuck = next((one for one in self._seen.values() if _is_stuck(one)), None)
-        return None if stuck is None else f"{stuck.step.what} (for {stuck.looks * LOOK_S:.0f} s)"
+        stuck = next((one for one in self._last.values() if _is_stuck(one)), None)
+        return None if stuck is None else f"{stuck.step.what} (for {stuck.unchanged * CHECK_EVERY_S:.0f} s)"
 
 
-def _is_stuck(one: _Seen) -> bool:
-    return one.looks * LOOK_S >= one.step.limit
+def _is_stuck(one: _Checked) -> bool:
+    return one.unchanged * CHECK_EVERY_S >= one.step.limit

@@ -104,7 +104,7 @@ class Recorder:
         """Whether it is certain, as with a topic that another tool has just created."""
         if not self.broker.is_contiguous(topic):
             return False
-        return all(held.end == 0 for held in (await self.broker.reader.describe(topic)).values())
+        return all(stored.end == 0 for stored in (await self.broker.reader.describe(topic)).values())
 
 
 @dataclass(frozen=True, slots=True)

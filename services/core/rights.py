@@ -91,7 +91,7 @@ def rights_of(service: Service, pipes: PipeFile) -> list[Right]:
     found = {
         Right(operation, kind, name): None
         for operations, kind, names in _NEEDED[service]
-        for name in (known.get(names, []) if _stands_for_several(names) else [names])
+        for name in (known.get(names, []) if _is_placeholder(names) else [names])
         for operation in operations.split()
     }
     return list(found)
@@ -106,7 +106,7 @@ def show_rights() -> str:
     return "\n".join(rows)
 
 
-def _stands_for_several(names: str) -> bool:
+def _is_placeholder(names: str) -> bool:
     return names.isupper() or names.startswith("PIPE.")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from services.core.pipes import Transform
+from services.core.pipe_transform import Transform
 from services.core.units import format_duration
 from services.core.yaml_source import Problem
 

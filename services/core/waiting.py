@@ -140,10 +140,10 @@ class _Search:
             if topic not in topics:
                 continue
             settled = await self._broker.admin.committed(RETRIER_GROUP, topic)
-            for partition, held in (await self._broker.reader.describe(topic)).items():
+            for partition, stored in (await self._broker.reader.describe(topic)).items():
                 source = TopicPartition(topic, partition)
-                start = max(held.start, settled.get(partition, held.start - 1) + 1)
-                found = await self._count(source, PartitionRange(start, held.end))
+                start = max(stored.start, settled.get(partition, stored.start - 1) + 1)
+                found = await self._count(source, PartitionRange(start, stored.end))
                 for lane, count in found.items():
                     if lane and lane not in self._claimed:
                         self._counts[lane][topic] += count
@@ -152,18 +152,18 @@ class _Search:
         """Find the lanes with events in the retry and parked topics, from the bookmark on."""
         ends = (retry_topic(""), parked_topic(""))
         for topic in sorted(topic for topic in topics if topic.endswith(ends)):
-            for partition, held in (await self._broker.reader.describe(topic)).items():
+            for partition, stored in (await self._broker.reader.describe(topic)).items():
                 source = TopicPartition(topic, partition)
-                start = max(self._read.get(source, held.start), held.start)
-                if start > held.start and not await self._is_same(source, held):
-                    start = held.start
-                self._lanes |= (await self._count(source, PartitionRange(start, held.end))).keys() - {""}
+                start = max(self._read.get(source, stored.start), stored.start)
+                if start > stored.start and not await self._is_same(source, stored):
+                    start = stored.start
+                self._lanes |= (await self._count(source, PartitionRange(start, stored.end))).keys() - {""}
                 if source not in self._unread:
-                    self._read[source] = held.end
+                    self._read[source] = stored.end
 
-    async def _is_same(self, source: TopicPartition, held: PartitionRange) -> bool:
+    async def _is_same(self, source: TopicPartition, stored: PartitionRange) -> bool:
         """Whether the partition still has the last record that was read. It does not when the topic was created again."""
-        if source not in self._last or self._read[source] > held.end:
+        if source not in self._last or self._read[source] > stored.end:
             return False
         offset, digest = self._last[source]
         try:
@@ -193,16 +193,16 @@ class _Search:
 
     async def _count_lane(self, lane: str, group: str, topic: str) -> int:
         settled, count = await self._broker.admin.committed(group, topic), 0
-        for partition, held in (await self._broker.reader.describe(topic)).items():
-            start = max(held.start, settled.get(partition, held.start - 1) + 1)
-            count += (await self._count(TopicPartition(topic, partition), PartitionRange(start, held.end)))[lane]
+        for partition, stored in (await self._broker.reader.describe(topic)).items():
+            start = max(stored.start, settled.get(partition, stored.start - 1) + 1)
+            count += (await self._count(TopicPartition(topic, partition), PartitionRange(start, stored.end)))[lane]
         return count
 
-    async def _count(self, source: TopicPartition, held: PartitionRange) -> Counter[str]:
+    async def _count(self, source: TopicPartition, stored: PartitionRange) -> Counter[str]:
         """The number of records by lane; "" for those that are no retry records."""
         found: Counter[str] = Counter()
         try:
-            async for batch in read_topic(self._broker.reader, source.topic, source.partition, held):
+            async for batch in read_topic(self._broker.reader, source.topic, source.partition, stored):
                 found.update(map(lane_of, batch.records))
                 self._last[source] = batch.offsets[-1], digest_of(batch.records[-1]).hex()
         except DataDamaged as error:
@@ -329,10 +329,10 @@ async def read_bookmark(reader: Reader) -> Bookmark:
     the lanes of earlier pipe files, and decisions about their events, are only there."""
     newest = Bookmark()
     try:
-        held = await reader.describe(CONTROL)
+        stored = await reader.describe(CONTROL)
     except UnknownTopic:
         return newest
-    async for batch in read_topic(reader, CONTROL, 0, held[0]):
+    async for batch in read_topic(reader, CONTROL, 0, stored[0]):
         for record in batch.records:
             if record.key == _KEY:
                 try:

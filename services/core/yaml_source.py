@@ -173,14 +173,14 @@ class _Builder:
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode):
-            self._note_text(node, path)
+            self._record_text(node, path)
         try:
             return self._scalars.construct_object(node)
         except (yaml.YAMLError, ValueError):
             self._problem(node, path, f"{node.tag} is not allowed")
             return None
 
-    def _note_text(self, node: yaml.ScalarNode, path: KeyPath) -> None:
+    def _record_text(self, node: yaml.ScalarNode, path: KeyPath) -> None:
         first = node.start_mark.line + 1
         if node.style == "|":
             self.text_lines[path] = first + 1

@@ -1,17 +1,16 @@
-"""The core of a lane: renders polled batches, cuts requests from them, sends a bounded number at once and settles the outcomes.
+"""The core of a lane: renders polled events, cuts requests from them, sends a bounded number at once and settles the outcomes.
 
 For each event only lists are sliced. For each request a worker runs once.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import backoff
-from prometheus_client import Counter
 
 from services.core import metrics
 from services.core.broker.contract import Broker
@@ -21,14 +20,13 @@ from services.core.broker.record import Batch, TopicPartition
 from services.core.clock import boot_seconds
 from services.core.consuming import Membership
 from services.core.http_failure import Failure
-from services.core.ledger.report import Span
 from services.core.progress import LIMIT_S, Step
 from services.core.retry_state import BREAKER_OPEN
-from services.core.topic_names import parked_topic, retry_topic
-from services.expel.dedup import RetryTakeover, RetryTopicFilter
+from services.core.topic_names import parked_topic
+from services.expel.batch_filter import BatchFilter
 from services.expel.delivery import Delivery, Rendered, Unreadable
 from services.expel.metrics import LaneMetrics
-from services.expel.output_filter import Chosen, OutputFilter, split_tombstones
+from services.expel.output_filter import OutputFilter
 from services.expel.pause import PauseFollower, PauseState
 from services.expel.retry_policy import Outcome, RetryLimits, RetryPolicy, RetrySchedule
 from services.expel.send_queue import COMMIT_PARTS, WINDOW, InFlightLimit, RequestLimits, SendQueue
@@ -116,24 +114,21 @@ class Dispatcher:
         )
         pipe, destination = config.pipe, config.destination
         self._parked = parked_topic(pipe)
-        self._filters = {
-            topic: RetryTopicFilter(pipe, destination, config.siblings) for topic in (retry_topic(pipe), self._parked)
-        }
-        self._takeover = RetryTakeover(broker, pipe, destination, config.reach)
         schedule = RetrySchedule(config.schedule)
         self._side_topics = SideTopicWriter(
             producer, pipe, destination, config.version, schedule, lane_metrics, self._settle_side_records
         )
         self.tracker, self.ledger = OffsetTracker(), lane_metrics.ledger
+        self._filter = BatchFilter(config, broker, self.tracker, lane_metrics)
         self.gone = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._commit_soon: Callable[[], None]
         self._workers: set[asyncio.Task[None]] = set()
         self._sending: set[Delivery] = set()
         self._limit = InFlightLimit(config.max_events, config.max_bytes)
-        self._stopped = self._replaying = self._held = False
+        self._stopped = self._replaying = self._suspended = False
         self._park_reason: str | None = None
-        self._hold_until = self._alive_at = self._send_again_at = 0.0
+        self._retry_after_until = self._alive_at = self._send_again_at = 0.0
         self._ended = self._waits = 0
         """Attempts that ended; waits for room that began."""
         self._is_waiting = False
@@ -161,9 +156,9 @@ class Dispatcher:
         """Accept only parked events."""
         self._replaying = True
 
-    def hold(self) -> None:
+    def suspend(self) -> None:
         """Start no request in this membership, not even a retry. Events that were not sent are polled again."""
-        self._held = True
+        self._suspended = True
         self._progress.set()
 
     def start_slowly(self) -> None:
@@ -199,7 +194,7 @@ class Dispatcher:
         if self._is_waiting and self.room():
             yield Step("it does not poll although it has room", self._waits)
         is_idle = not (self._sending or len(self._side_topics) or self._queue.is_timed)
-        if is_idle and self._limit.events and not (self._stopped or self._held or self.gone.is_set()):
+        if is_idle and self._limit.events and not (self._stopped or self._suspended or self.gone.is_set()):
             yield Step("events are due and are not sent", self._ended)
 
     def room(self) -> int:
@@ -218,68 +213,19 @@ class Dispatcher:
         return room
 
     async def prepare(self, polled: Collection[TopicPartition], assigned: Collection[TopicPartition]) -> None:
-        await self._takeover.prepare(polled, assigned)
+        await self._filter.prepare(polled, assigned)
 
     def accept(self, batch: Batch) -> None:
         self.ledger.record_read(batch)
-        # Before the search for retries of the previous owner, whose records have no header of outputs.
-        mine = self._settle_filtered(batch)
-        taken_over = {} if mine is None else self._takeover.find(mine)
-        rest = self._settle_taken_over(mine, taken_over) if mine is not None and taken_over else mine
-        if rest is None:
+        wanted = self._filter.choose(batch)
+        for mine in wanted.batches:
+            rendered = self._sender.render(mine) if mine.damage is None else render_damaged(mine, mine.damage)
+            self._add(batch.source, mine, rendered)
+        self._write_unreadable(batch.source, wanted.unreadable)
+        if not wanted.batches:
             self._progress.set()
-        elif rest.damage is not None:
-            self._add(rest.source, rest, render_damaged(rest, rest.damage))
-        elif rest.topic in self._filters:
-            self._accept_returned(rest)
-        else:
-            self._add(rest.source, rest, self._sender.render(rest))
-        self._check_uncommitted()  # events of others and copies are settled at once, and fill the lane too
+        self._check_uncommitted()  # what the filter has settled at once fills the lane too
         self._pump()
-
-    def _settle_filtered(self, batch: Batch) -> Batch | None:
-        """Settle the tombstones, and the events that are in other outputs than the destination's. Returns the others."""
-        if batch.damage is not None or batch.topic in self._filters:
-            return batch
-        mine: Batch | None = batch
-        of_others = batch.topic in self._config.others
-        taken = self._config.takes_tombstones
-        if of_others or not taken:
-            chosen = split_tombstones(batch, of_others=of_others, taken=taken)
-            mine = self._settle_others(chosen, metrics.EXPEL_TOMBSTONES)
-        if mine is not None and self._config.outputs is not None:
-            mine = self._settle_others(self._config.outputs.choose(mine), metrics.EXPEL_FILTERED)
-        return mine
-
-    def _settle_others(self, chosen: Chosen, counter: Counter) -> Batch | None:
-        mine, others = chosen
-        if others is not None:
-            self._metrics.count(counter, len(others.records))
-            self.ledger.add("filtered", others.records)
-            self.tracker.settle(others.source, others.offsets)
-        return mine
-
-    def _settle_taken_over(self, batch: Batch, taken_over: Mapping[int, Span]) -> Batch | None:
-        """Settle events that the previous owner wrote to the retry topic (by offset: when they are due). Returns the others."""
-        self._metrics.count(metrics.EXPEL_INHERITED, len(taken_over))
-        # The previous owner may have died before it reported them.
-        for offset, record in zip(batch.offsets, batch.records, strict=True):
-            if (due := taken_over.get(offset)) is not None:
-                self.ledger.add("retrying", [record], due)
-        self.tracker.settle(batch.source, list(taken_over))
-        return batch.without(list(taken_over))
-
-    def _accept_returned(self, batch: Batch) -> None:
-        """A batch of the retry or parked topic, which has events of other destinations too."""
-        found = self._filters[batch.topic].sort(batch)
-        self.tracker.settle(batch.source, [*found.others, *found.duplicates])
-        self._metrics.count(metrics.EXPEL_TWINS, len(found.duplicates))
-        self._metrics.count_unclaimed(found.unclaimed, batch.topic)
-        if batch.topic == self._parked:
-            self._metrics.count(metrics.EXPEL_REPLAYED, sum(len(mine.records) for mine in found.mine))
-        for mine in found.mine:
-            self._add(batch.source, mine, self._sender.render(mine))
-        self._write_unreadable(batch.source, found.unreadable)
 
     def _add(self, source: TopicPartition, batch: Batch, rendered: Rendered) -> None:
         """Queue rendered events for their request. source: the polled partition."""
@@ -336,9 +282,9 @@ class Dispatcher:
             if self._park_reason is not None:
                 self._park_queued(self._park_reason)
                 return None
-            if self._held or self.gone.is_set():
+            if self._suspended or self.gone.is_set():
                 return None
-            now = self._note_alive()
+            now = self._record_alive()
             due = self._queue.next_due(now, is_sending=bool(self._sending))
             if due is None:
                 return None
@@ -346,7 +292,7 @@ class Dispatcher:
                 self._queue.wake_at(max(due, self._send_again_at))
                 return None
             if not self._throttle.is_blocked:
-                due = max(due, self._hold_until)
+                due = max(due, self._retry_after_until)
             if due <= now:
                 due = now + self._throttle.wait()
             if due > now:
@@ -364,9 +310,9 @@ class Dispatcher:
     async def _keep_alive(self) -> NoReturn:
         while True:
             await asyncio.sleep(FROZEN_S / 5)
-            self._note_alive()
+            self._record_alive()
 
-    def _note_alive(self) -> float:
+    def _record_alive(self) -> float:
         """The time (monotonic). After a freeze (stopped, suspended, swapped out) no request starts for ASK_GROUP_S: other members
         may have delivered what is queued here. If so, the queue is emptied meanwhile.
         """
@@ -418,7 +364,7 @@ class Dispatcher:
                 self._queue.retry(kept)
             self.gone.set()
             return
-        self._hold_until = max(self._hold_until, time.monotonic() + decision.hold)
+        self._retry_after_until = max(self._retry_after_until, time.monotonic() + decision.retry_after)
         if decision.delivered:
             delivered = delivery.subset(decision.delivered)
             delivered.failures = earlier  # of these, this attempt did not fail
@@ -489,7 +435,7 @@ class Dispatcher:
             delivery.lapsed |= sources
 
     def disown(self, sources: Collection[TopicPartition]) -> None:
-        self._takeover.remove(sources)
+        self._filter.remove(sources)
         for delivery in self._sending:
             delivery.disowned |= frozenset(sources)
         self._side_topics.disown(sources)
@@ -508,7 +454,7 @@ class Dispatcher:
         def is_drained() -> bool:
             if self._park_reason is not None:
                 return not self._limit.events
-            retries = 0 if self._held or self.gone.is_set() else self._queue.retries
+            retries = 0 if self._suspended or self.gone.is_set() else self._queue.retries
             return not (self._sending or len(self._side_topics) or retries)
 
         await self._wait_until(is_drained, limit)

@@ -184,7 +184,7 @@ class PauseFollower:
         self._membership.end()
         while True:
             if self._pause.mode is LaneMode.PAUSED:
-                self._dispatcher.hold()
+                self._dispatcher.suspend()
             await self._pause.wait_for_change()
 
     async def _follow_receiver(self) -> None:

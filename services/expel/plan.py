@@ -14,7 +14,14 @@ from services.core.broker.connect import BadBrokerUrl
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.broker.rights import Right
-from services.core.credentials import Credentials, Held, find_secret, read_credentials, read_value, watch_credentials
+from services.core.credentials import (
+    Credentials,
+    LiveValue,
+    find_secret,
+    read_credentials,
+    read_value,
+    watch_credentials,
+)
 from services.core.destination_check import check_destinations
 from services.core.existing_topics import existing_topics
 from services.core.expected import show_expected
@@ -256,7 +263,7 @@ class LaneBuilder:
         url: str,
         timeout: float,
         headers: Mapping[str, str],
-        tls: Held[ssl.SSLContext] | None,
+        tls: LiveValue[ssl.SSLContext] | None,
         max_body: int = MAX_RESPONSE,
     ) -> HttpClient:
         client = HttpClient(

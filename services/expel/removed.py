@@ -116,13 +116,13 @@ class RemovedPipe:
         """The lanes that no earlier call returned. Reads the new records of the topics."""
         found = set[str]()
         for topic in await self._broker.admin.present((retry_topic(self.name), parked_topic(self.name))):
-            for partition, held in (await self._broker.reader.describe(topic)).items():
+            for partition, stored in (await self._broker.reader.describe(topic)).items():
                 source = TopicPartition(topic, partition)
-                unread = PartitionRange(max(held.start, self._read.get(source, held.start)), held.end)
+                unread = PartitionRange(max(stored.start, self._read.get(source, stored.start)), stored.end)
                 with suppress(DataDamaged):  # the lanes report it
                     async for batch in read_topic(self._broker.reader, topic, partition, unread):
                         found.update(map(lane_of, batch.records))
-                self._read[source] = held.end
+                self._read[source] = stored.end
         mine = sorted(lane for lane in found - self._lanes if re.fullmatch(LANE_PATTERN, lane))
         new = [lane for lane in mine if lane.startswith(f"{self.name}/")]
         self._lanes.update(new)

@@ -73,7 +73,7 @@ class Action(Enum):
 class RetryDecision:
     """The decision for a request. The index of each event is in exactly one of the first four, unless `pause` is set.
 
-    wait: seconds until the next attempt of `retry`. hold: seconds in which the receiver wants no request (Retry-After).
+    wait: seconds until the next attempt of `retry`. retry_after: seconds in which the receiver wants no request.
     pause: the destination accepted no event, and is paused.
     """
 
@@ -82,7 +82,7 @@ class RetryDecision:
     retry_topic: Mapping[int, Failure] = field(default_factory=dict)
     dead_letter: Mapping[int, Failure] = field(default_factory=dict)
     wait: float = 0.0
-    hold: float = 0.0
+    retry_after: float = 0.0
     reason: str = ""
     pause: Failure | None = None
 

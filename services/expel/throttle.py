@@ -103,7 +103,7 @@ class SendThrottle:
                 self._say_closed(outcome, len(request.parts))
         else:
             self._fail(request, failure)
-        self._notice.note(outcome)
+        self._notice.record(outcome)
 
     def _say_closed(self, outcome: Outcome, events: int) -> None:
         """Log what the probe proved. A receiver that answers need not accept the events: a breaker waits for answers alone."""
@@ -169,8 +169,8 @@ class FailureNotice:
         self._said_at = -math.inf
         self._is_said = self._has_accepted = False
 
-    def note(self, outcome: Outcome) -> None:
-        """Note the outcome of a request."""
+    def record(self, outcome: Outcome) -> None:
+        """Record the outcome of a request."""
         if outcome is None and self._failed_at is None:
             return
         now, failure = self._clock(), _worst(outcome)

@@ -261,7 +261,9 @@ class _Search:
         behind = []
         for topic in topics:
             theirs, own = [await self._broker.admin.positions(_group_of(each), topic) for each in (old, lane)]
-            starts = {partition: held.start for partition, held in (await self._broker.reader.describe(topic)).items()}
+            starts = {
+                partition: stored.start for partition, stored in (await self._broker.reader.describe(topic)).items()
+            }
             for partition, position in sorted(theirs.items()):
                 at = max(position, starts.get(partition, position))
                 if partition in own and at < own[partition]:
@@ -315,10 +317,10 @@ class _Search:
         """The stored events by topic, without empty topics; None where offsets do not count them."""
         found: dict[str, int | None] = {}
         for topic in topics:
-            held = [one for one in (await self._broker.reader.describe(topic)).values() if one.start < one.end]
-            if held:
+            stored = [one for one in (await self._broker.reader.describe(topic)).values() if one.start < one.end]
+            if stored:
                 counts = self._broker.is_contiguous(topic)
-                found[topic] = sum(one.end - one.start for one in held) if counts else None
+                found[topic] = sum(one.end - one.start for one in stored) if counts else None
         return found
 
     async def _count_unread(self, lane: str, topics: Collection[str]) -> dict[str, int | None]:

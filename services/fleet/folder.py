@@ -80,7 +80,7 @@ class _Head(msgspec.Struct):
 
 
 @contextmanager
-def hold_folder(data: Path, *, restores: bool = False) -> Iterator[None]:
+def lock_folder(data: Path, *, restores: bool = False) -> Iterator[None]:
     """Create the folder and lock it for this process. The lock ends with the process, also after a crash. Blocking.
 
     Raises CommandFailed when another fleet holds the lock, the folder cannot be created, it is on a network file system, or its

@@ -38,10 +38,10 @@ _REPORT_EVENTS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class PartitionOffsets:
-    """One partition as a group sees it. held: the stored offsets. next: the group's next offset; None: it has none."""
+    """One partition as a group sees it. stored: its stored offsets. next: the group's next offset; None: it has none."""
 
     source: TopicPartition
-    held: PartitionRange
+    stored: PartitionRange
     next: int | None
     lag: Lag
 
@@ -50,9 +50,9 @@ class PartitionOffsets:
         return {
             "topic": self.source.topic,
             "partition": self.source.partition,
-            "start": pack_offset(self.held.start),
+            "start": pack_offset(self.stored.start),
             "next": None if self.next is None else pack_offset(self.next),
-            "end": pack_offset(self.held.end),
+            "end": pack_offset(self.stored.end),
             "lag_records": self.lag.records,
             "lag_ms": self.lag.millis,
         }
@@ -96,12 +96,12 @@ async def read_offsets(broker: Broker, lane: Lane, topics: Collection[str]) -> l
     """The offsets of the group in every partition of these topics. Raises BrokerError kinds."""
     found = []
     for topic in topics:
-        held = await broker.reader.describe(topic)
+        stored = await broker.reader.describe(topic)
         nexts = await broker.admin.positions(lane.group, topic)
         lags = await broker.admin.group_lag(lane.group, topic)
         found += [
             PartitionOffsets(TopicPartition(topic, number), one, nexts.get(number), lags.get(number, Lag(0, 0)))
-            for number, one in sorted(held.items())
+            for number, one in sorted(stored.items())
         ]
     return found
 
@@ -190,41 +190,43 @@ async def plan_moves(broker: Broker, lane: Lane, target: Target, action: str) ->
 async def _resolve(
     broker: Broker, lane: Lane, target: Target, offsets: Sequence[PartitionOffsets]
 ) -> dict[TopicPartition, int]:
-    held = {one.source: one.held for one in offsets}
+    stored = {one.source: one.stored for one in offsets}
     if isinstance(target, datetime):
         found = {topic: await broker.reader.offsets_at(topic, target) for topic in lane.topics}
         wanted = {TopicPartition(topic, number): to for topic, each in found.items() for number, to in each.items()}
     elif isinstance(target, str):
-        wanted = {source: one.start if target == "earliest" else one.end for source, one in held.items()}
+        wanted = {source: one.start if target == "earliest" else one.end for source, one in stored.items()}
     else:
         wanted = dict(target)
     for source in wanted:
-        if source not in held:
-            numbers = ", ".join(str(number) for topic, number in held if topic == source.topic)
+        if source not in stored:
+            numbers = ", ".join(str(number) for topic, number in stored if topic == source.topic)
             raise CommandFailed(f"{source.topic} has no partition {source.partition}", f"one of: {numbers}", status=2)
     return {  # an empty shard has no offset
         source: to
         for source, to in wanted.items()
-        if held[source].end > held[source].start or broker.is_contiguous(source.topic)
+        if stored[source].end > stored[source].start or broker.is_contiguous(source.topic)
     }
 
 
 def _plan_move(now: PartitionOffsets, to: int, action: str, *, is_named: bool, contiguous: bool) -> Move | None:
-    held, (topic, number) = now.held, now.source
-    if not held.start <= to <= held.end:
+    stored, (topic, number) = now.stored, now.source
+    if not stored.start <= to <= stored.end:
         raise CommandFailed(
-            f"{topic}:{number} holds the offsets {held.start} to {held.end}, not {to}", "penstock group show", status=2
+            f"{topic}:{number} holds the offsets {stored.start} to {stored.end}, not {to}",
+            "penstock group show",
+            status=2,
         )
     if to == now.next:
         return None
-    at = held.start if now.next is None else now.next
+    at = stored.start if now.next is None else now.next
     if action == RESET:
-        again = held.end if now.next is None else min(at, held.end)
-        move, is_other = Move(now, to, PartitionRange(to, max(to, again))), to > max(at, held.start)
+        again = stored.end if now.next is None else min(at, stored.end)
+        move, is_other = Move(now, to, PartitionRange(to, max(to, again))), to > max(at, stored.start)
         other = f"--to-offset {to} would skip events of {topic}:{number}, which is at {at}", "penstock group skip"
     else:
-        gone = max(0, min(held.start, to) - at) if contiguous else 0
-        move, is_other = Move(now, to, PartitionRange(max(at, held.start), to), gone=gone), to < at
+        gone = max(0, min(stored.start, to) - at) if contiguous else 0
+        move, is_other = Move(now, to, PartitionRange(max(at, stored.start), to), gone=gone), to < at
         other = (
             f"--to-offset {to} would deliver events of {topic}:{number} again, which is at {at}",
             "penstock group reset",

@@ -130,9 +130,9 @@ async def _count_parked(broker: Broker, pipe: str, destination: str) -> int:
     except UnknownTopic:
         return 0
     settled = await broker.admin.committed(delivery_group(pipe, destination), topic)
-    for partition, held in kept.items():
-        start = max(held.start, settled.get(partition, held.start - 1) + 1)
-        async for batch in read_topic(broker.reader, topic, partition, PartitionRange(start, held.end)):
+    for partition, stored in kept.items():
+        start = max(stored.start, settled.get(partition, stored.start - 1) + 1)
+        async for batch in read_topic(broker.reader, topic, partition, PartitionRange(start, stored.end)):
             count += sum(record.header(f"{PREFIX}destination") == destination.encode() for record in batch.records)
     return count
 

@@ -6,7 +6,8 @@
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from services.core.pipes import PipeFile, Transform
+from services.core.pipe_transform import Transform
+from services.core.pipes import PipeFile
 
 _ASKED = "mode is set"
 _REASONS = {

@@ -62,13 +62,13 @@ async def plan_restart(broker: Broker, sources: Sequence[str], since: datetime |
         incarnation = await broker.admin.incarnation(topic)
         wanted = {} if since is None else await broker.reader.offsets_at(topic, since)
         found = {}
-        for number, held in sorted((await broker.reader.describe(topic)).items()):
-            now = PartitionOffsets(TopicPartition(topic, number), held, None, Lag(0, 0))
-            to = found[number] = min(max(wanted.get(number, held.start), held.start), held.end)
-            moves.append(await count_events(broker, Move(now, to, PartitionRange(to, held.end))))
+        for number, stored in sorted((await broker.reader.describe(topic)).items()):
+            now = PartitionOffsets(TopicPartition(topic, number), stored, None, Lag(0, 0))
+            to = found[number] = min(max(wanted.get(number, stored.start), stored.start), stored.end)
+            moves.append(await count_events(broker, Move(now, to, PartitionRange(to, stored.end))))
         if since is not None:
             begins[topic] = Begin(incarnation, found)
-    older = 0 if since is None else sum(move.to - move.now.held.start for move in moves)
+    older = 0 if since is None else sum(move.to - move.now.stored.start for move in moves)
     return Restart(moves, since, begins, older)
 
 
@@ -105,7 +105,7 @@ def no_checkpoint(place: str, *, looked: bool) -> CommandFailed:
 
 
 @contextmanager
-def hold_checkpoint(folder: Path | None) -> Iterator[bool]:
+def lock_checkpoint(folder: Path | None) -> Iterator[bool]:
     """Keep the transform from starting. Gives whether the folder holds a checkpoint. A lock and claims alone are no checkpoint: a
     transform that was refused leaves them. If there is no folder, nothing keeps the transform from starting. folder: None if the
     checkpoints are in an object store. Blocking. Raises CommandFailed while the transform runs.
@@ -150,7 +150,7 @@ class Former:
 
 def find_former(folder: Path | None, aside: Path | None, mark: TransformMark | None, *, gives_up: bool) -> Former:
     """The checkpoint in the folder; else the former checkpoint that the mark names, from an earlier reset. folder: as in
-    `hold_checkpoint`. aside: the path that the folder will get. gives_up: the position is not needed, so a checkpoint that is not
+    `lock_checkpoint`. aside: the path that the folder will get. gives_up: the position is not needed, so a checkpoint that is not
     here is forgotten. Blocking.
     """
     if folder is not None and aside is not None and (folder / _IDENTITY).exists():

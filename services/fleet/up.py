@@ -11,7 +11,7 @@ from services.core.expected import show_expected
 from services.core.pipes import PipeFile
 from services.core.snapshot import Contents, copy_in, write_snapshot
 from services.fleet.console import print_note
-from services.fleet.folder import SNAPSHOT, describe_loss, hold_folder, keep_observer_token, take_restored
+from services.fleet.folder import SNAPSHOT, describe_loss, keep_observer_token, lock_folder, take_restored
 from services.fleet.kafka import run_kafka
 from services.fleet.pipe_check import check_pipe_file, find_warnings, read_checked
 from services.fleet.plan import broker_url, has_registry, make_plan
@@ -47,7 +47,7 @@ async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> Asyn
         _notify("warning", f"warning: {problem}")
     data = await asyncio.to_thread(settings.data.absolute)
     async with AsyncExitStack() as stack:
-        hold = hold_folder(data)
+        hold = lock_folder(data)
         await asyncio.to_thread(hold.__enter__)
         stack.push_async_exit(lambda *raised: asyncio.to_thread(hold.__exit__, *raised))
         await asyncio.to_thread(_check_ports, settings, pipes)

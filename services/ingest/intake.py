@@ -13,8 +13,8 @@ import msgspec
 from services.core import event
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.record import Headers, Record
+from services.core.pipe_stream import Stream
 from services.core.pipe_topic import Place
-from services.core.pipes import Stream
 from services.core.problem_type import ProblemType
 from services.ingest import problems
 from services.ingest.cloudevents import JSON, NO_DATA

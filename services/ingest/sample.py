@@ -13,8 +13,9 @@ from typing import Any, Literal
 import msgspec
 
 from services.core.lifecycle import report_bad_configuration
+from services.core.pipe_stream import Stream
 from services.core.pipe_topic import Place
-from services.core.pipes import PipeFile, Stream, load_pipes
+from services.core.pipes import PipeFile, load_pipes
 from services.core.sample import AbsentField, RefusedEvent, Sample, SampleEvent, SampleRecord
 from services.core.settings import load_settings
 from services.core.yaml_source import BadConfiguration

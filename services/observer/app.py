@@ -85,7 +85,7 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
         supervision.run(progress.run(stopping), "watch over the readers")
         api = Api(parts.failures, parts.reader, parts.state, openapi, parts.breaker)
         ledger = LedgerApi(
-            parts.follower, broker.reader, parts.watch.judge, settings.threshold, partial(write_act, producer)
+            parts.follower, broker.reader, parts.watch.find_health, settings.threshold, partial(write_act, producer)
         )
         scaling = ScalingApi(parts.group_reports)
         routes = [*api.routes(), *ledger.routes(), *scaling.routes(), *EventApi(broker, pipes).routes()]
@@ -164,8 +164,8 @@ class _Parts:
 
     def view(self) -> View:
         now = self.follower.now_ms()
-        threshold, judge = self.watch.threshold, self.watch.judge
-        made = make_view(self.follower, now, threshold, judge, self.state, self._causes_of, self._backlogs.of)
+        threshold, find_health = self.watch.threshold, self.watch.find_health
+        made = make_view(self.follower, now, threshold, find_health, self.state, self._causes_of, self._backlogs.of)
         return msgspec.structs.replace(made, scaling=self.group_reports.all(now))
 
     def _causes_of(self, pipe: str, destination: str) -> tuple[CauseView, ...]:

@@ -131,8 +131,8 @@ class DeadLetterReader:
 
     async def _read_pages(self, topic: str, position: ReadPosition) -> bool:
         if position.next is None:
-            held = await self._reader.describe(topic)
-            position.next = {partition: one.start for partition, one in held.items()}
+            stored = await self._reader.describe(topic)
+            position.next = {partition: one.start for partition, one in stored.items()}
         moved = [await self._read_page(topic, partition, position.next) for partition in position.next]
         position.caught_up |= not any(moved)
         return any(moved)

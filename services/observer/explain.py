@@ -42,10 +42,10 @@ class Search:
         end: int | None,
         wanted: Collection[Hashable],
         key: Callable[[Record], Hashable],
-        held: PartitionRange | None = None,
+        stored: PartitionRange | None = None,
     ) -> None:
         """Search this range for wanted records, until all are found or `most` were read. Raises as `scan`."""
-        async for batch in scan(self._reader, topic, partition, start, end, held):
+        async for batch in scan(self._reader, topic, partition, start, end, stored):
             if self.count >= self._most:
                 self.complete = False
                 return
@@ -171,9 +171,9 @@ async def explain(table: Table, reader: Reader, pipe: str, minute: int) -> Expla
             if stream in table.flow.others:
                 await _search_topic(search, reader, stream, wanted)
                 continue
-            for partition, held in (await _partitions(reader, stream)).items():
+            for partition, stored in (await _partitions(reader, stream)).items():
                 start, end = table.stored_between(stream, partition, minute)
-                await search.read(stream, partition, start, end, wanted, read_origin, held)
+                await search.read(stream, partition, start, end, wanted, read_origin, stored)
         passed = table.flow.pipes[pipe].transforms
         if behind := {one.origin.encode() for one in named if passed and one.seen_by != "ingest"}:
             await _search_output(search, reader, output_topic(pipe), minute, behind)
@@ -204,13 +204,13 @@ def _place(missing: Missing, found: Found | None) -> Missing:
 def _name(step: StepSets, table: Table, pipe: str) -> Iterable[Missing]:
     node, transforms = step.step.node, table.flow.pipes[pipe].transforms
     seen_by: Node = "expel" if node == "retrier" else "transform" if transforms and node == "expel" else "ingest"
-    again, held = Origins(), Origins()
+    again, stored = Origins(), Origins()
     if node == "expel":
-        again, held = (step.missing & lost for lost in table.lost_on_return(step.step))
+        again, stored = (step.missing & lost for lost in table.lost_on_return(step.step))
     places: tuple[tuple[Origins, Node], ...] = (
         (step.missing - again, seen_by),
-        (again - held, "retrier"),
-        (held, "expel"),
+        (again - stored, "retrier"),
+        (stored, "expel"),
     )
     for those, last in places:
         for origin in those.first(MAX_NAMED):
@@ -223,12 +223,12 @@ async def _search_topic(search: Search, reader: Reader, stream: str, wanted: set
     for origin in map(Origin.unpack, wanted):
         if is_of_topic(origin.incarnation):
             places.setdefault(origin.partition, []).append(offset_of(origin))
-    for partition, held in (await _partitions(reader, stream)).items():
+    for partition, stored in (await _partitions(reader, stream)).items():
         offsets = sorted(places.get(partition, ()))
         while offsets:
             first = offsets[0]
             near = [offset for offset in offsets if offset - first < READ_RECORDS]
-            await search.read(stream, partition, first, near[-1] + 1, wanted, read_origin, held)
+            await search.read(stream, partition, first, near[-1] + 1, wanted, read_origin, stored)
             offsets = offsets[len(near) :]
 
 

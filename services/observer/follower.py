@@ -255,8 +255,8 @@ class Follower:
     async def _start(self) -> None:
         """Begin with the newest snapshot, and the reports since."""
         speaks, begins = self._may_speak(), self._next is None
-        now, held = self.now_ms(), (await self._reader.describe(TELEMETRY))[0]
-        begin, self._end = held.start, (held.end, now)
+        now, stored = self.now_ms(), (await self._reader.describe(TELEMETRY))[0]
+        begin, self._end = stored.start, (stored.end, now)
         found = await self._snapshots.load(self._make_table)
         if found is not None:
             self.table, restored = found
@@ -265,7 +265,7 @@ class Follower:
             self.untold.clear()
             for alarm in restored.untold if speaks else ():
                 self.untold.add(alarm)
-            if restored.offset <= held.end:
+            if restored.offset <= stored.end:
                 self._known_up_to, self.read_all_ms = restored.offset, restored.read_all_ms
             self._count_gone(restored.offset, begin)
             since = datetime.fromtimestamp(now / 1000, UTC) - _LAGS_BACK

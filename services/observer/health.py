@@ -32,11 +32,11 @@ class Health(msgspec.Struct, frozen=True):
     planned: str | None
 
 
-Judge = Callable[[str, int], Health]
+FindHealth = Callable[[str, int], Health]
 """The health of a pipe at a time (ms)."""
 
 
-def judge(
+def find_health(
     table: Table, planned: PlannedWindows, pipe: str, now: int, threshold: float, more: Sequence[Reason] = ()
 ) -> Health:
     """The health of a pipe of the table. threshold: of the loss, 0..1. more: reasons from elsewhere (drifts, pauses).

@@ -17,7 +17,7 @@ from services.core.times import format_time, parse_time
 from services.observer import problems
 from services.observer.explain import explain
 from services.observer.follower import Follower, StandsBy
-from services.observer.health import Judge
+from services.observer.health import FindHealth
 from services.observer.http import CLIENT, Refused, json_answer, read_query
 from services.observer.ledger.flow import Step
 from services.observer.ledger.settlement import Row
@@ -45,10 +45,10 @@ class LedgerApi:
     """Answers from the follower's table; only `explain` reads streams, one request at a time."""
 
     def __init__(
-        self, follower: Follower, reader: Reader, judge: Judge, threshold: float, audit: Audit | None = None
+        self, follower: Follower, reader: Reader, find_health: FindHealth, threshold: float, audit: Audit | None = None
     ) -> None:
         """audit: None: planned actions are not written to the audit."""
-        self._follower, self._reader, self._judge, self._threshold = follower, reader, judge, threshold
+        self._follower, self._reader, self._find_health, self._threshold = follower, reader, find_health, threshold
         self._audit = audit
         self._explaining = asyncio.Lock()
 
@@ -76,7 +76,7 @@ class LedgerApi:
         return json_answer({"pipe": pipe, **self._health(pipe), **self._how_complete()})
 
     def _health(self, pipe: str) -> dict[str, object]:
-        found = self._judge(pipe, _now())
+        found = self._find_health(pipe, _now())
         return {"health": found.state, "reasons": list(found.reasons), "planned": found.planned}
 
     async def loss(self, request: web.Request) -> web.Response:

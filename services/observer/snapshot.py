@@ -113,7 +113,7 @@ def _name_parts(table: Table, beside: FollowerState) -> Iterator[tuple[str, Part
     if beside.newer_from is not None:
         position.newer_from, position.newer_ms = pack_offset(beside.newer_from), beside.newer_ms
     yield "position", position
-    for minute, places in sorted(sets.held.items()):
+    for minute, places in sorted(sets.unfolded.items()):
         for place, origins in sorted(places.items()):
             runs = [(*run, _serialize(numbers.copy())) for run, numbers in sorted(origins.runs())]
             for number, some in _slice(runs, 8):
@@ -333,7 +333,7 @@ class Loader:
         if part.offset is not None:
             self._position = part
         for minute, node, name, packed in part.accepted:
-            sets.held.setdefault(minute, {}).setdefault((node, name), Origins()).update(unpack(packed))
+            sets.unfolded.setdefault(minute, {}).setdefault((node, name), Origins()).update(unpack(packed))
         for minute, node, name, runs in part.folded:
             sets.load_packed(minute, (node, name), runs)
         for key, incarnation, partition, differs, data in part.blocks:

@@ -260,8 +260,8 @@ class SnapshotLog:
     async def _read_manifest(self, candidate: _Candidate) -> _Manifest:
         """Raises ValueError when it is gone meanwhile."""
         pieces = dict[bytes, dict[int, bytes]]()
-        held = PartitionRange(candidate.first, candidate.offset + 1)  # to ask again takes seconds on Kinesis
-        async for batch in scan(self._reader, SNAPSHOTS, 0, held.start, held.end, held):
+        stored = PartitionRange(candidate.first, candidate.offset + 1)  # to ask again takes seconds on Kinesis
+        async for batch in scan(self._reader, SNAPSHOTS, 0, stored.start, stored.end, stored):
             for offset, record in zip(batch.offsets, batch.records, strict=True):
                 manifest = _join(record, pieces) if record.header(_KIND) == _MANIFEST else None
                 if manifest is not None and offset == candidate.offset:

@@ -21,9 +21,9 @@ from services.core.topic_names import CONTROL
 log = structlog.get_logger()
 
 GROUP = "penstock.observer"
-LOOK_S = 0.5
+POLL_WAIT_S = 0.5
 RETRY_S = 5.0
-_LOOKS = 10
+_POLLS = 10
 _JOIN_LIMIT_S = 600.0
 """Of a join or a leave. Each request of it has a time-out, but there may be many."""
 _LOCK = TopicPartition(CONTROL, 0)
@@ -59,7 +59,7 @@ class SpeakerLock:
 
     async def _take_part(self, stopping: asyncio.Event) -> None:
         async with self._broker.consumer(GROUP, [CONTROL], start="earliest", on_revoke=self._on_revoke) as member:
-            looks = 0
+            polls = 0
             while not stopping.is_set():
                 member.pause(member.assignment())
                 if _LOCK not in member.assignment():
@@ -68,14 +68,14 @@ class SpeakerLock:
                     self.is_held = True
                     metrics.OBSERVER_SPEAKS.set(1)
                     log.info("speaks")
-                looks += 1
+                polls += 1
                 self.turns.next()
-                if not self.decided.is_set() and (self.is_held or looks > _LOOKS):
+                if not self.decided.is_set() and (self.is_held or polls > _POLLS):
                     self.decided.set()
                     if not self.is_held:
                         log.info("stands_by", hint="another observer of this fleet raises the alarms")
                 with suppress(OffsetOutOfRange, DataDamaged):  # nothing is read
-                    await member.poll(max_records=1, max_wait=LOOK_S)
+                    await member.poll(max_records=1, max_wait=POLL_WAIT_S)
 
     async def _on_revoke(self, _sources: frozenset[TopicPartition]) -> None:
         self._is_leaving = True  # the partition is still assigned until this has ended

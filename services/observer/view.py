@@ -10,7 +10,7 @@ from services.core.lag import LagHistogram
 from services.core.ledger.minute import MINUTE_MS
 from services.observer.dead_letters import LaneState
 from services.observer.follower import Follower
-from services.observer.health import HealthState, Judge, recent_rows
+from services.observer.health import FindHealth, HealthState, recent_rows
 from services.observer.ledger.finality import GIVEN_UP
 from services.observer.ledger.flow import Step
 from services.observer.ledger.settlement import Row
@@ -174,10 +174,16 @@ Shards = Callable[[str], tuple[ShardView, ...]]
 
 
 def make_view(
-    follower: Follower, now: int, threshold: float, judge: Judge, state: LaneState, causes: Causes, shards: Shards
+    follower: Follower,
+    now: int,
+    threshold: float,
+    find_health: FindHealth,
+    state: LaneState,
+    causes: Causes,
+    shards: Shards,
 ) -> View:
-    """The whole page. judge: health by pipe and time. state, causes: by pipe and destination. shards: by pipe."""
-    pipes = tuple(_pipe(follower, pipe, now, judge, state, causes, shards) for pipe in follower.table.flow.pipes)
+    """The whole page. find_health: health by pipe and time. state, causes: by pipe and destination. shards: by pipe."""
+    pipes = tuple(_pipe(follower, pipe, now, find_health, state, causes, shards) for pipe in follower.table.flow.pipes)
     planned = tuple(
         PlannedView(
             one.id, one.kind, one.pipe, f"{one.by or 'somebody'} (token {one.asked_with or 'unknown'})", one.until_ms
@@ -190,10 +196,10 @@ def make_view(
 
 
 def _pipe(
-    follower: Follower, pipe: str, now: int, judge: Judge, state: LaneState, causes: Causes, shards: Shards
+    follower: Follower, pipe: str, now: int, find_health: FindHealth, state: LaneState, causes: Causes, shards: Shards
 ) -> PipeView:
     rows = recent_rows(follower.table, pipe, now, MINUTES)
-    health = judge(pipe, now)
+    health = find_health(pipe, now)
     lags = _Lags(follower, pipe)
     names = tuple(name for name, node, kind in _DURATIONS if lags.has(node, kind))
     last = next((row for row in reversed(rows) if row.minute < now // MINUTE_MS), None)

@@ -43,10 +43,10 @@ class Watch:
         self._unjudged: dict[tuple[str, Part], str] = {}
         """The id of the last alarm of each part that was given up."""
 
-    def judge(self, pipe: str, now: int) -> health.Health:
+    def find_health(self, pipe: str, now: int) -> health.Health:
         more = list(self._other_reasons(pipe))
         more += [("degraded", f"{drift.step.label}: {drift.text}") for drift in self.find_drifts(pipe)]
-        return health.judge(self.follower.table, self.follower.planned, pipe, now, self.threshold, more)
+        return health.find_health(self.follower.table, self.follower.planned, pipe, now, self.threshold, more)
 
     def find_drifts(self, pipe: str) -> list[Drift]:
         steps = self.follower.table.flow.steps(pipe)
@@ -158,7 +158,7 @@ class Watch:
             metrics.LEDGER_LOSS_FOUND.labels(pipe).set(found)
             if self.follower.speaks and not self.follower.catching_up:
                 self.on_drifts(pipe, self.find_drifts(pipe), now)
-            metrics.PIPE_HEALTH.labels(pipe).set(health.STATES.index(self.judge(pipe, now).state))
+            metrics.PIPE_HEALTH.labels(pipe).set(health.STATES.index(self.find_health(pipe, now).state))
 
 
 def _count_missing(verdict: Finding) -> None:

@@ -16,7 +16,7 @@ from services.registry.catalog import Catalog, Schema, Subject, Version
 from services.registry.entries import Reference
 from services.registry.http import caller, confluent_answer, covers, is_true, knows_schema, read_body, require_manage
 from services.registry.problems import Refused
-from services.registry.registrar import Judgement, Registrar, check_subject, latest_version
+from services.registry.registrar import Compatibility, Registrar, check_subject, latest_version
 from services.registry.schema_reader import Candidate, no_such_reference
 from services.registry.views import confluent_schema, confluent_version
 
@@ -117,12 +117,12 @@ class ConfluentApi:
         number = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0
         return await self._find(request, lambda: self._catalog.by_id.get(number))
 
-    async def _find(self, request: web.Request, look: Callable[[], Schema | None]) -> Schema:
+    async def _find(self, request: web.Request, find: Callable[[], Schema | None]) -> Schema:
         """Raises Refused, also for a schema of which the key covers no subject."""
-        schema = look()
+        schema = find()
         if schema is None:
             await self._registrar.log.refresh()
-            schema = look()
+            schema = find()
         if schema is not None and knows_schema(request, schema):
             return schema
         raise Refused(problems.SCHEMA_NOT_FOUND, "GET /subjects lists the subjects, whose versions have ids.")
@@ -208,18 +208,18 @@ class ConfluentApi:
                 return confluent_answer({"is_compatible": True, "messages": []})
             raise Refused(problems.SUBJECT_NOT_FOUND, "GET /subjects lists the subjects.")
         level = self._catalog.level_of(name).removesuffix("_TRANSITIVE")
-        judgement = await self._registrar.compare(candidate, [find_version(subject, number)], level)
-        return _verdict(request, judgement)
+        compatibility = await self._registrar.compare(candidate, [find_version(subject, number)], level)
+        return _verdict(request, compatibility)
 
     async def compatible(self, request: web.Request) -> web.Response:
         """Against the versions that the subject's level asks for."""
         name = check_subject(request.match_info["subject"])
         candidate = await self._candidate(request, await read_body(request))
         await self._registrar.log.refresh()
-        judgement = await self._registrar.judge(name, candidate) if covers(request, name) else None
-        if judgement is None:
+        compatibility = await self._registrar.check_compatibility(name, candidate) if covers(request, name) else None
+        if compatibility is None:
             raise Refused(problems.SUBJECT_NOT_FOUND, "GET /subjects lists the subjects.")
-        return _verdict(request, judgement)
+        return _verdict(request, compatibility)
 
     # Levels and modes.
 
@@ -329,11 +329,15 @@ def find_version(subject: Subject, number: int | None) -> Version:
     return subject.versions[number - 1]
 
 
-def _verdict(request: web.Request, judgement: Judgement) -> web.Response:
+def _verdict(request: web.Request, compatibility: Compatibility) -> web.Response:
     more: dict[str, Any] = {}
     if is_true(request, "verbose"):
-        more = {"messages": judgement.messages(), "differences": judgement.as_json(), "repair": judgement.repair}
-    return confluent_answer({"is_compatible": judgement.compatible, **more})
+        more = {
+            "messages": compatibility.messages(),
+            "differences": compatibility.as_json(),
+            "repair": compatibility.repair,
+        }
+    return confluent_answer({"is_compatible": compatibility.compatible, **more})
 
 
 def _version_number(text: str) -> int | None:

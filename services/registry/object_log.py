@@ -93,7 +93,7 @@ class ObjectLog:
             while behind := await self._numbers_after(entry_name(self.number)):
                 near = [number for number in behind if number <= self.number + len(behind) + _MOST_MISSING]
                 for number in behind[len(near) :]:
-                    self._note(entry_name(number), _far(number, self.number))
+                    self._record_damage(entry_name(number), _far(number, self.number))
                 if not near:
                     break
                 await self._read_to(near[-1])
@@ -194,7 +194,7 @@ class ObjectLog:
             for number, content in zip(numbers, found, strict=True):
                 reason = self._compare(number, content)
                 if reason is not None:
-                    self._note(entry_name(number), reason)
+                    self._record_damage(entry_name(number), reason)
         self._show_damage()
 
     def _compare(self, number: int, content: bytes | None) -> str | None:
@@ -212,7 +212,7 @@ class ObjectLog:
         """Look at the damaged objects again. When all are whole, apply everything again."""
         names = list(self.damage)
         for name in names:
-            reason = await self._look(name)
+            reason = await self._why_damaged(name)
             if reason is not None:
                 self.damage[name] = reason
                 return
@@ -220,7 +220,7 @@ class ObjectLog:
         await self.load()
         self.on_reload()
 
-    async def _look(self, name: str) -> str | None:
+    async def _why_damaged(self, name: str) -> str | None:
         """Why this object is still damaged."""
         folder, _, digits = name.partition("/")
         number = int(digits)
@@ -241,7 +241,7 @@ class ObjectLog:
             found = await self._objects.get([segment_name(number) for number in some])
             for number, content in zip(some, found, strict=True):
                 if number * SEGMENT > self.number + _MOST_MISSING:
-                    self._note(segment_name(number), _far(number * SEGMENT, self.number))
+                    self._record_damage(segment_name(number), _far(number * SEGMENT, self.number))
                     return
                 await self._read_segment(number, content or b"")
 
@@ -255,7 +255,7 @@ class ObjectLog:
         try:
             entries = read_segment(number, content)
         except Damaged as error:
-            self._note(segment_name(number), str(error))
+            self._record_damage(segment_name(number), str(error))
             await self._read_to((number + 1) * SEGMENT)
             return
         for stored in entries:
@@ -298,7 +298,7 @@ class ObjectLog:
         entry = stored.entry
         if self._hash and entry.previous != self._hash:
             self._links.add(entry.number - 1)
-            self._note(entry_name(entry.number - 1), _replaced(entry.number - 1))
+            self._record_damage(entry_name(entry.number - 1), _replaced(entry.number - 1))
         if entry.number % SEGMENT == 1:
             self._tail = []
         self._apply(entry)
@@ -308,14 +308,14 @@ class ObjectLog:
 
     def _skip(self, number: int, reason: str) -> None:
         """Go on behind an entry that cannot be read: schemas in later ones can still be read by id."""
-        self._note(entry_name(number), reason)
+        self._record_damage(entry_name(number), reason)
         self._skipped.add(number)
         self.incomplete = True
         self.number, self._hash = number, ""
         self._hashes.append("")
         self._tail.clear()
 
-    def _note(self, name: str, reason: str) -> None:
+    def _record_damage(self, name: str, reason: str) -> None:
         if name not in self.damage:
             log.error("registry_object_damaged", object=name, reason=reason)
         self.damage[name] = reason

@@ -125,7 +125,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen: set[Path] = set()
+        self._known: set[Path] = set()
         self.failed: str | None = None
         self.url = f"file://{path}"
 
@@ -164,10 +164,10 @@ class Folder:
 
     def _write(self, path: Path, content: bytes) -> None:
         if not path.parent.exists():
-            self._require_unseen(path.parent)
+            self._require_new(path.parent)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._sync(path.parent.parent)
-        self._seen.add(path.parent)
+        self._known.add(path.parent)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
@@ -181,7 +181,7 @@ class Folder:
             self._sync(folder)
         for folder in {path.parent for path, content in zip(paths, found, strict=True) if content is None}:
             if not folder.exists():
-                self._require_unseen(folder)
+                self._require_new(folder)
         return found
 
     def _names_after(self, name: str) -> list[str]:
@@ -189,14 +189,14 @@ class Folder:
         try:
             found = os.listdir(self._path / folder)  # noqa: PTH208  names, not paths
         except FileNotFoundError:
-            self._require_unseen(self._path / folder)
+            self._require_new(self._path / folder)
             return []
-        self._seen.add(self._path / folder)
+        self._known.add(self._path / folder)
         return [f"{folder}/{each}" for each in sorted(found) if each > last and not each.startswith(".")]
 
-    def _require_unseen(self, folder: Path) -> None:
+    def _require_new(self, folder: Path) -> None:
         """Raises OSError for a folder that was there before."""
-        if folder in self._seen:
+        if folder in self._known:
             raise FileNotFoundError(errno.ENOENT, "the folder is gone; is its disk mounted?", str(folder))
 
     def _sync(self, folder: Path) -> None:

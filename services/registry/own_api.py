@@ -114,14 +114,14 @@ class OwnApi:
         candidate = await read_candidate(request, self._registrar, body)
         await self._registrar.log.refresh()
         level = self._catalog.level_of(name)
-        judgement = await self._registrar.judge(name, candidate, level)
+        compatibility = await self._registrar.check_compatibility(name, candidate, level)
         return json_answer(
             {
                 "subject": name,
                 "level": level,
-                "compatible": judgement.compatible,
-                "differences": judgement.as_json(),
-                "repair": judgement.repair,
+                "compatible": compatibility.compatible,
+                "differences": compatibility.as_json(),
+                "repair": compatibility.repair,
                 **identity_view(candidate),
             }
         )

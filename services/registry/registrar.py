@@ -61,7 +61,7 @@ class _Incompatible(Refused):
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class Compatibility:
     """Whether a schema is compatible: each difference with the number of the version. repair: one patch that ends them all."""
 
     differences: tuple[tuple[Difference, int | None], ...] = ()
@@ -164,11 +164,11 @@ class Registrar:
             await self._commit_counted(decide, by)
         except _Incompatible:
             level = self.catalog.level_of(subject)
-            judgement = await self.judge(subject, candidate)
-            if judgement.compatible:
+            compatibility = await self.check_compatibility(subject, candidate)
+            if compatibility.compatible:
                 raise Refused(problems.BUSY, _CHANGED) from None
-            text = f"{subject} has the level {level}. {judgement.as_text()}"
-            more = {"differences": judgement.as_json(), "repair": judgement.repair}
+            text = f"{subject} has the level {level}. {compatibility.as_text()}"
+            more = {"differences": compatibility.as_json(), "repair": compatibility.repair}
             raise Refused(problems.INCOMPATIBLE, text, **more) from None
         version = self._version_of(subject, candidate)
         assert version is not None, subject
@@ -229,17 +229,19 @@ class Registrar:
         """Each difference has its subject. `repairs` has a patch for each subject for which there is one, and the type as
         JSON, for which the patch is: the client may have sent IDL."""
         new = [(subject, candidate) for subject, candidate in types if self._version_of(subject, candidate) is None]
-        judged = [(subject, await self.judge(subject, candidate)) for subject, candidate in new]
-        refused = [(subject, judgement) for subject, judgement in judged if not judgement.compatible]
+        checked = [(subject, await self.check_compatibility(subject, candidate)) for subject, candidate in new]
+        refused = [(subject, compatibility) for subject, compatibility in checked if not compatibility.compatible]
         if not refused:
             return Refused(problems.BUSY, _CHANGED)
-        told = " ".join(f"{subject}: {judgement.as_text()}" for subject, judgement in refused[:_TOLD])
-        differences = [{"subject": subject, **one} for subject, judgement in refused for one in judgement.as_json()]
+        told = " ".join(f"{subject}: {compatibility.as_text()}" for subject, compatibility in refused[:_TOLD])
+        differences = [
+            {"subject": subject, **one} for subject, compatibility in refused for one in compatibility.as_json()
+        ]
         texts = {subject: candidate.text for subject, candidate in types}
         repairs = {
-            subject: {"schema": texts[subject], "patch": judgement.repair}
-            for subject, judgement in refused
-            if judgement.repair is not None
+            subject: {"schema": texts[subject], "patch": compatibility.repair}
+            for subject, compatibility in refused
+            if compatibility.repair is not None
         }
         text = f"{protocol} is incompatible. {told}"
         return Refused(problems.INCOMPATIBLE, text, differences=differences, repairs=repairs)
@@ -254,24 +256,24 @@ class Registrar:
         except TooComplex as error:
             raise Refused(problems.BAD_SCHEMA, str(error)) from error
 
-    async def judge(self, subject: str, candidate: Candidate, level: str | None = None) -> Judgement:
+    async def check_compatibility(self, subject: str, candidate: Candidate, level: str | None = None) -> Compatibility:
         """Against the versions that the level asks for. Deprecated versions do not count. Raises Refused."""
         found = self.catalog.subjects.get(subject)
         existing = [] if found is None else current_versions(found)
         return await self.compare(candidate, existing, level or self.catalog.level_of(subject))
 
-    async def compare(self, candidate: Candidate, existing: Sequence[Version], level: str) -> Judgement:
+    async def compare(self, candidate: Candidate, existing: Sequence[Version], level: str) -> Compatibility:
         """Against these versions, oldest first. Raises Refused."""
         chosen = Level(level)
         if not existing or chosen is Level.NONE:
-            return Judgement()
+            return Compatibility()
         counted = existing if chosen.transitive else existing[-1:]
         schemas = _Stored(counted, self._schemas)
         try:
             found = await explain(lambda: compare(chosen, candidate.parsed, schemas))
         except TooComplex as error:
             raise Refused(problems.BAD_SCHEMA, str(error)) from error
-        return Judgement(tuple((one, counted[one.against].number) for one in found.differences), found.repair)
+        return Compatibility(tuple((one, counted[one.against].number) for one in found.differences), found.repair)
 
     async def diff(self, old: AvroSchema, new: AvroSchema, level: Level) -> Comparison:
         """Everything that differs, with a patch for the level. Raises Refused."""

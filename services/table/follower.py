@@ -207,9 +207,9 @@ class Follower:
             self._begin = None  # only a new replica begins with a copy
         if (begin := self._begin) is not None:
             self.trouble = "fetching the table of another replica"
-            held = await self._broker.reader.describe(self.stream)
+            stored = await self._broker.reader.describe(self.stream)
             self._begin = None  # not before: a broker that does not answer must not cost the copy
-            await begin(self._path, meta, held, self.max_age_ms, self.turns.next)
+            await begin(self._path, meta, stored, self.max_age_ms, self.turns.next)
             self.trouble = None
         store = await self._blocking(lambda: Store(self._path, meta))
         positions = await self._blocking(store.positions)
@@ -223,10 +223,10 @@ class Follower:
         """Read each partition to its present end. Gives whether there was anything."""
         await self._check_incarnation()
         asked = now_ms()
-        held = await self._broker.reader.describe(self.stream)
-        self.ends = {p: one.end for p, one in held.items()}
+        stored = await self._broker.reader.describe(self.stream)
+        self.ends = {p: one.end for p, one in stored.items()}
         moved = False
-        for partition, one in held.items():
+        for partition, one in stored.items():
             start = self.nexts.get(partition)
             if start is None:
                 start = self.nexts[partition] = one.start

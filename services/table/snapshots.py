@@ -119,15 +119,15 @@ class SnapshotSource(NamedTuple):
     key: Path | None
 
     async def begin(
-        self, path: Path, meta: Meta, held: Mapping[int, PartitionRange], max_age_ms: int, turn: Callable[[], None]
+        self, path: Path, meta: Meta, stored: Mapping[int, PartitionRange], max_age_ms: int, turn: Callable[[], None]
     ) -> None:
-        """Put a checked copy of the other replica's table at `path`, if there is one. held: what the stream holds. turn: called
-        while it makes progress."""
+        """Put a checked copy of the other replica's table at `path`, if there is one. stored: the stored ranges of the stream.
+        turn: called while it makes progress."""
         draft = path.with_name(f"{meta.stream}.fetched")
         try:
             try:
                 await self._fetch(draft, meta.stream, turn)
-                await asyncio.to_thread(_check, draft, meta, held, max_age_ms)
+                await asyncio.to_thread(_check, draft, meta, stored, max_age_ms)
                 await asyncio.to_thread(draft.replace, path)
             except UnusableFile as error:
                 raise NoSnapshot("key", f"{self.key} {error}") from error
@@ -175,7 +175,7 @@ class SnapshotSource(NamedTuple):
                 raise NoSnapshot("hash", "its bytes are not those that were sent")
 
 
-def _check(path: Path, meta: Meta, held: Mapping[int, PartitionRange], max_age_ms: int) -> None:
+def _check(path: Path, meta: Meta, stored: Mapping[int, PartitionRange], max_age_ms: int) -> None:
     """Raises NoSnapshot."""
     try:
         store = Store(path, meta)
@@ -184,7 +184,7 @@ def _check(path: Path, meta: Meta, held: Mapping[int, PartitionRange], max_age_m
     except Rebuild as error:
         raise NoSnapshot(error.reason, str(error)) from error
     for partition, position in positions.items():
-        one = held.get(partition)
+        one = stored.get(partition)
         if one is None or not one.start <= position.next <= one.end:
             detail = f"its position {position.next} is not in {meta.stream}[{partition}]"
             raise NoSnapshot("position_out_of_range", detail)

@@ -68,16 +68,16 @@ class ObservedWrite:
 
     def __init__(self, frame: DataFrame, wanted: WantedOrigins | None) -> None:
         """frame: the one to write."""
-        self._seen, self._wanted = Observation(), wanted
+        self._observation, self._wanted = Observation(), wanted
         observed = [count_by_lag(age(f.col("timestamp"))).alias("lags"), began()]
         if wanted is not None:
             minute = None if wanted.arrival is None else minute_at(f.col("timestamp"), wanted.arrival)
             observed.append(gather_origins(minute=minute).alias(ORIGINS))
-        self.frame = frame.observe(self._seen, *observed)
+        self.frame = frame.observe(self._observation, *observed)
 
     def result(self) -> Written:
         """Call it after the action. Times are within 0.26 % of their age. Raises NothingObserved."""
-        values = read_observed(self._seen)
+        values = read_observed(self._observation)
         times = Counter({values["began"] - lag: events for lag, events in read_lags(values["lags"]).items()})
         return Written(times, NO_ORIGINS if self._wanted is None else read_origins(values[ORIGINS]))
 

@@ -27,8 +27,8 @@ from services.core.existing_topics import (
     TIME,
     TYPE,
 )
+from services.core.pipe_stream import Stream
 from services.core.pipe_topic import FromHeader, Place
-from services.core.pipes import Stream
 from spark.records import HEADERS
 
 _CONTROL = r"[\u0000-\u001f\u007f-\u009f]"

@@ -82,7 +82,7 @@ class Attempts:
         """What this process has read or written last. After a failed write: two, of which one is there."""
         self._checkpoint: Checkpoint | None = None
         self.current: Attempt | None = None
-        self.held: str | None = None
+        self.why_not_retried: str | None = None
         """The reason why this process does not retry; another process may."""
 
     @property
@@ -97,7 +97,7 @@ class Attempts:
         found = checkpoint.read_note(self._file, Attempt)
         if self._known and found in self._noted:
             return
-        self.current, self.held, self._noted = None, None, (found,)
+        self.current, self.why_not_retried, self._noted = None, None, (found,)
         begun, committed = checkpoint.newest("offsets"), checkpoint.newest("commits")
         pending = begun if begun is not None and begun != committed else WARM_UP
         if pending == WARM_UP and self._real_time:
@@ -123,10 +123,12 @@ class Attempts:
 
     def _count(self, found: Attempt) -> None:
         if found.control is not None:
-            self.held = f"{_describe(found.control)} ends the process, and so does another event of its batch"
+            self.why_not_retried = (
+                f"{_describe(found.control)} ends the process, and so does another event of its batch"
+            )
             found = msgspec.structs.replace(found, control=None, working=False)
         elif not found.parts:
-            self.held = f"batch {found.batch} ends the process, and none of its events does by itself"
+            self.why_not_retried = f"batch {found.batch} ends the process, and none of its events does by itself"
             found = msgspec.structs.replace(found, working=False)
         else:
             found = msgspec.structs.replace(found, ended=found.ended + 1, working=False)
@@ -186,9 +188,9 @@ class Attempts:
 
     def check(self) -> None:
         """Raise TransformBroken when this process is not to retry."""
-        if self.held is not None:
+        if self.why_not_retried is not None:
             hint = "Try: mending the transform, or a larger PENSTOCK_TRANSFORM_MEMORY (--memory), then starting the service again"
-            raise TransformBroken(f"{self.held}. {hint}")
+            raise TransformBroken(f"{self.why_not_retried}. {hint}")
 
 
 def forget_parts(checkpoint: Checkpoint) -> None:

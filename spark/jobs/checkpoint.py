@@ -99,7 +99,7 @@ class Checkpoint:
         self._files = HadoopFolder(session, path)
         self._writing = threading.Lock()
 
-    def check_held(self) -> None:
+    def check_claim(self) -> None:
         """Before what only the process that runs the pipe may do. Raises CheckpointInUse once another one runs it; the store's
         errors.
         """
@@ -146,7 +146,7 @@ class Checkpoint:
         if self._local is None:
             self._files.write(self._place(name), content)
             return
-        self.check_held()
+        self.check_claim()
         new = self._local / f".{name}.new"
         with self._writing:  # both queries of a pipe write penstock.json
             new.write_bytes(content)
@@ -209,7 +209,7 @@ class Checkpoint:
         """Of a batch that is done, while no query runs. Durably. Raises CheckpointInUse."""
         name = f"offsets/{batch}"
         content = "\n".join([*self._lines(name)[:2], offset]).encode()
-        self.check_held()
+        self.check_claim()
         if self._local is None:
             self._files.write(name, content)
             return
@@ -304,7 +304,7 @@ def open_checkpoint(session: SparkSession, root: str, pipe: str, claims: Claims 
     """Use the pipe's checkpoint under `root` alone; a local folder is created. claims: as of `claims_on`. Raises CheckpointInUse.
 
     Queries of this session write to checkpoints only while it uses this one. The lock of a folder ends with the process;
-    the claim ends with this block, or when another process takes over (`Checkpoint.check_held`).
+    the claim ends with this block, or when another process takes over (`Checkpoint.check_claim`).
     """
     if "://" not in root:
         with _lock(Path(root, pipe)) as token:
@@ -348,7 +348,7 @@ def _lock(folder: Path) -> Iterator[str]:
 def _claim(session: SparkSession, root: str, pipe: str, claims: Claims) -> Iterator[Checkpoint]:
     uri = _uri(root, pipe)
     try:
-        claim = claims.take(above=lambda: _highest_notes(HadoopFolder(session, uri)))
+        claim = claims.acquire(above=lambda: _highest_notes(HadoopFolder(session, uri)))
     except CheckpointInUse as error:
         raise CheckpointInUse(f"checkpoint {uri} is in use: {error}") from None
     with beating(claim, pipe):

@@ -110,10 +110,10 @@ class Claims:
     def __init__(self, store: ClaimStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._clock = store, clock
         self._owner = uuid.uuid4().hex
-        self._seen: tuple[int, bytes] | None = None
+        self._last_sign: tuple[int, bytes] | None = None
         self._since = 0.0
 
-    def take(self, above: Callable[[], int] = lambda: 0) -> Claim:
+    def acquire(self, above: Callable[[], int] = lambda: 0) -> Claim:
         """Take the claim, if its last holder released it, or shows no sign of life. Raises CheckpointInUse; the store's errors.
 
         above: gives a number that a former holder had, whatever became of its claim. It sees a silent holder only by calls that
@@ -146,8 +146,8 @@ class Claims:
         life = _read_life(found)
         if life.holder == self._owner or has_ended(life.process):
             return
-        if self._seen != (number, found):
-            self._seen, self._since = (number, found), now
+        if self._last_sign != (number, found):
+            self._last_sign, self._since = (number, found), now
         silent = now - self._since
         if silent < EXPIRY_S:
             raise CheckpointInUse(f"process {life.pid} on {life.host} runs its queries")

@@ -244,7 +244,7 @@ class Job:
             if self._halt.wait(POLL_S):
                 raise Stopping
             if checkpoint.is_lost:
-                checkpoint.check_held()
+                checkpoint.check_claim()
         self._on_state(QueryState(self.pipe, "starting", 0))
 
     def _run_query(self, session: SparkSession, checkpoint: Checkpoint, topics: Mapping[str, str]) -> None:
@@ -266,7 +266,7 @@ class Job:
                 release()
                 while not self._halt.is_set() and not checkpoint.is_lost and not self._needs_other_tables(tables):
                     running.wait()
-                checkpoint.check_held()
+                checkpoint.check_claim()
                 halted = time.monotonic()
                 if not self._halt.is_set():
                     log.info("query_starts_again", pipe=self.pipe, because="a table of it has a new content")
@@ -278,7 +278,7 @@ class Job:
     def _check_in_use(self, checkpoint: Checkpoint, error: Exception) -> None:
         """Whether the query failed because another process has taken over. Raises CheckpointInUse then."""
         try:
-            checkpoint.check_held()
+            checkpoint.check_claim()
         except CheckpointInUse as lost:
             log.warning("query_ended_by_takeover", pipe=self.pipe, error=shorten(error))
             raise lost from error

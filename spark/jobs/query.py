@@ -149,13 +149,13 @@ class BatchHandler(ABC):
                 raise Stopping
             self.batches += 1
             try:
-                self.query.checkpoint.check_held()
+                self.query.checkpoint.check_claim()
                 self.query.checkpoint.make_durable(batch_id)
                 begun = time.monotonic()
                 with self.query.watchdog.watching(self.query.writer, f"batch {batch_id}"):
                     report = self.process(raw, batch_id)
                 report.took += Counter({round((time.monotonic() - begun) * 1000): report.lag_out.total()})
-                self.query.checkpoint.check_held()  # else the report may contradict that of the next holder
+                self.query.checkpoint.check_claim()  # else the report may contradict that of the next holder
                 self.query.report(report)
             except BaseException as error:
                 self.failure = error

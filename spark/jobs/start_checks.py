@@ -167,7 +167,7 @@ def adopt_checkpoint(
         beginning.record(prepared.pipe)
     plan = identity.plan if identity.ran else None
     if mark is None or not mark.fits(identity.id) or (mark.checkpoint and mark.plan != plan):
-        checkpoint.check_held()
+        checkpoint.check_claim()
         marks.write(prepared.pipe, identity.id, plan)
     return identity
 

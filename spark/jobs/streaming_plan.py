@@ -162,7 +162,7 @@ class StreamingPlanQuery:
         """Report the batches since the last call."""
         finished = progress_since(self._transforming, self._last_batch)
         if finished:
-            self._query.checkpoint.check_held()
+            self._query.checkpoint.check_claim()
         for progress in finished:
             # The progress of an idle query has the number of the batch to come.
             if "addBatch" in progress["durationMs"]:

@@ -162,7 +162,7 @@ class KinesisStreamReader(DataSourceStreamReader):
         self._max_events, self._most_tasks = int(options["max_events"]), int(options.get("tasks", "1"))
         self._place = Place(options.get("checkpoint", ""), Store(*json.loads(options.get("store", "[]"))))
         self._folder = f"{FOLDER}/{self._topics[0]}"
-        self._looked_at = -POLL_EVERY_S
+        self._polled_at = -POLL_EVERY_S
         self._ends: tuple[Plan | None, dict[tuple[str, int], ShardEnd]] = (None, {})
         self._notes: list[str] | None = None
 
@@ -183,7 +183,7 @@ class KinesisStreamReader(DataSourceStreamReader):
         """
         ends = self._ends_before(start)
         busy = any(end.more for end in ends.values()) or sum(end.records for end in ends.values()) >= _BUSY_RECORDS
-        if not busy and time.monotonic() - self._looked_at < POLL_EVERY_S:
+        if not busy and time.monotonic() - self._polled_at < POLL_EVERY_S:
             return start
         topics, starts = dict[str, tuple[str, Shards]](), list[ShardStart]()
         changed = False
@@ -197,7 +197,7 @@ class KinesisStreamReader(DataSourceStreamReader):
             topics[topic] = stream.name, listed
             starts += self._starts(stream, topic, readable(stream, listed), listed, ends)
         if not (busy or changed):
-            self._looked_at = time.monotonic()
+            self._polled_at = time.monotonic()
             if not self._find_more(starts):
                 return start
         expected = [((s.topic, s.shard.number), self._expect(ends.get((s.topic, s.shard.number)))) for s in starts]
@@ -265,10 +265,10 @@ class KinesisStreamReader(DataSourceStreamReader):
     def _find_more(self, starts: Sequence[ShardStart]) -> bool:
         kinesis = connection(self._url)
 
-        async def look() -> bool:
+        async def ask() -> bool:
             return any(await asyncio.gather(*(has_more(kinesis.broker.reader, start) for start in starts)))
 
-        return kinesis.wait(look())
+        return kinesis.wait(ask())
 
     def _expect(self, end: ShardEnd | None) -> int:
         """Records that the next batch may find in a shard."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pyspark import cloudpickle
 from pyspark.sql import DataFrame, SparkSession
 
-from services.core.pipes import Transform
+from services.core.pipe_transform import Transform
 from services.core.snapshot import source_of
 from spark.java import check_is_query
 from spark.transforms.output import BadTransform

@@ -11,7 +11,8 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import BooleanType, StructField, StructType
 
 from services.core.columns import find_bad_names, find_column_mistakes
-from services.core.pipes import Output, PipeFile, Transform, pipe_version
+from services.core.pipe_transform import Output, Transform
+from services.core.pipes import PipeFile, pipe_version
 from services.core.state_plan import USER_STATE, StatePlan, text_digest
 from services.core.yaml_source import BadConfiguration
 from spark.errors import shorten

@@ -15,9 +15,10 @@ gc.disable()  # also while everything is imported; `command.main` collects betwe
 install()  # before anything takes `time.monotonic` as a default argument
 
 if "--without" in sys.argv and not any(word.startswith("--prove") for word in sys.argv):
-    from tests.simulation.patches import take_out
+    from tests.simulation.patch import take_out
+    from tests.simulation.patches import PATCHES
 
-    take_out(sys.argv[sys.argv.index("--without") + 1])
+    take_out({patch.name: patch for patch in PATCHES}[sys.argv[sys.argv.index("--without") + 1]])
 
 from tests.simulation.command import main  # noqa: E402 - see above
 

@@ -105,7 +105,7 @@ class Cluster:
             SESSION_S, lambda: self.coordinator.leave(consumer.group, consumer.number), context=WORLD
         )
 
-    def note_frozen(self, process: Process) -> None:
+    def record_freeze(self, process: Process) -> None:
         """Who stands still for too long is no member any more."""
 
         def expire() -> None:

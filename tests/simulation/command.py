@@ -12,15 +12,15 @@ from math import inf
 
 from tests.simulation import choice, clock
 from tests.simulation.fleet import forget_metrics, replace_seams, show_logs
-from tests.simulation.history import run_seed
+from tests.simulation.fleet_history import FleetHistory
+from tests.simulation.history import Verdict
 from tests.simulation.machine import keep_no_tasks
-from tests.simulation.migrations import run_migration
+from tests.simulation.migrations import MigrationHistory
 from tests.simulation.patches import OF_MIGRATIONS, PATCHES
 from tests.simulation.readers import history as readers
 from tests.simulation.readers.kafka_server import replace_connections
 from tests.simulation.readers.log_world import replace_threads
 from tests.simulation.tested_mends import MENDS, run_without
-from tests.simulation.verdict import Verdict
 from tests.support.cpu_budget import CpuBudget
 
 MEMORY_BYTES = 3 << 30
@@ -36,8 +36,8 @@ def run(seed: int, *, shown: bool = False, of_migrations: bool = False) -> Verdi
     forget_metrics()
     if shown:
         show_logs(print)
-    kind = run_migration if of_migrations else readers.run_readers if _is_of_readers(seed) else run_seed
-    return kind(seed, print if shown else None)
+    make = MigrationHistory if of_migrations else readers.ReaderHistory if _is_of_readers(seed) else FleetHistory
+    return make(seed, print if shown else None).run()
 
 
 def _is_of_readers(seed: int) -> bool:
@@ -62,7 +62,9 @@ def main() -> int:
         "--tell", action="store_true", help="say also what came of histories in which nothing went wrong"
     )
     parser.add_argument("--first-failure", action="store_true", help="stop at the first history that breaks a promise")
-    parser.add_argument("--without", help="take out this mend (tests/simulation/patches.py, tested_mends.py)")
+    parser.add_argument(
+        "--without", help="take out this mend (its name is in patches.py, readers/patches.py or tested_mends.py)"
+    )
     parser.add_argument(
         "--prove", action="store_true", help="find the fault of each mend, taken out: by a seed or by its test"
     )

@@ -111,9 +111,9 @@ class KafkaNodes:
         """A produce request is at a node. The answer is resolved there; who waits for it hears it later."""
         patience = Timing().request - 1.0
         working = self.cluster.machine.create_task(self._work(answer, node, rows, kinds, patience), context=WORLD)
-        working.add_done_callback(self._note_failure, context=WORLD)
+        working.add_done_callback(self._record_failure, context=WORLD)
 
-    def _note_failure(self, working: "asyncio.Task[None]") -> None:
+    def _record_failure(self, working: "asyncio.Task[None]") -> None:
         if not working.cancelled() and (error := working.exception()) is not None:
             self.cluster.machine.failures.append(f"the model of Kafka failed: {error!r}")
             self.cluster.machine.trace(f"the model of Kafka failed: {error!r}")

@@ -181,7 +181,7 @@ class Machine(VirtualLoop):
         self._is_over = False
         self.turns = 0
         self._tasks: list[asyncio.Task[Any]] = []
-        self.set_exception_handler(self._note_error)
+        self.set_exception_handler(self._record_error)
 
     get_debug = bool  # it gives False, and takes no Python to do so: each future and each task asks for it
     _asyncgen_firstiter_hook = bool  # nor is it on record which asynchronous generators there are: nobody asks
@@ -299,7 +299,7 @@ class Machine(VirtualLoop):
         process.listeners.append(factory)
         return _Server(process, factory)
 
-    def _note_error(self, _loop: object, context: dict[str, Any]) -> None:
+    def _record_error(self, _loop: object, context: dict[str, Any]) -> None:
         if not self._is_over:
             self.failures.append(f"unhandled: {context.get('message')}: {context.get('exception')!r}")
 

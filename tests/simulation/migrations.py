@@ -7,8 +7,6 @@ completes the move, and the history is judged: every acknowledged event was rece
 """
 
 import asyncio
-import hashlib
-import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -27,14 +25,12 @@ from services.core.topic_names import CONTROL
 from services.fleet.migrate.steps import Migration
 from services.fleet.problem import CommandFailed
 from tests.simulation.broker import ModelAdmin, open_broker
-from tests.simulation.clock import follow, seed_everything
 from tests.simulation.cluster import KINDS, Cluster
-from tests.simulation.machine import EndlessError, Machine, Process
+from tests.simulation.history import History
+from tests.simulation.machine import Process
 from tests.simulation.readers.member import Work, run_process
-from tests.simulation.verdict import Verdict
 from tests.simulation.weather import KINDS as FAULTS
 from tests.simulation.weather import Weather
-from tests.support.virtual_loop import Deadlock
 
 STREAM, GROUP = "orders", "shop.crm"
 NAMES = ("default", "second")
@@ -46,14 +42,12 @@ _ACTS = ("move", "move", "move", "move", "move", "undo", "finish")
 """What operators give: `--to` the other broker, `--undo`, `--finish`."""
 
 
-class MigrationHistory:
+class MigrationHistory(History):
     """The world of one seed."""
 
     def __init__(self, seed: int, tell: Callable[[str], None] | None = None) -> None:
-        self.seed, self._tell = seed, tell
-        self._hash = hashlib.sha256()
-        self.rng = rng = random.Random(seed * 6007 + 3)
-        self.machine = Machine(rng, self.trace)
+        super().__init__(seed, seed * 6007 + 3, tell)
+        rng = self.rng
         log, kafka, _kinesis = KINDS
         kinds = (rng.choice((log, kafka)), rng.choice(KINDS))
         self.keeps_order = rng.random() < 0.6
@@ -87,32 +81,13 @@ class MigrationHistory:
         self.is_over = self.is_calm = self.is_down = False
         self.goes_down = rng.random() < 0.2
         """The receiver does not answer from some time on, until the move is complete."""
-        self.complaints: list[str] = []
         self.kills = self.moves = 0
         self.moves_to = NAMES[0]
 
-    def trace(self, line: str) -> None:
-        """A part of what happens."""
-        text = f"{self.machine.time() - 1000:9.3f} {line}" if hasattr(self, "machine") else line
-        self._hash.update(text.encode())
-        if self._tell is not None:
-            self._tell(text)
+    def _all_processes(self) -> list[Process]:
+        return self.processes
 
-    def run(self) -> Verdict:
-        """Everything, to the verdict."""
-        verdict = Verdict(self.seed)
-        with follow(self.machine):
-            try:
-                self.machine.run(self._live(verdict))
-            except (Deadlock, EndlessError) as error:
-                verdict.complaints.append(f"everything stands still: {error}")
-            finally:
-                self.machine.finish(self.processes)
-        verdict.complaints += [*self.complaints[:3], *self.machine.failures[:5]]
-        verdict.digest = self._hash.hexdigest()[:16]
-        return verdict
-
-    async def _live(self, verdict: Verdict) -> None:
+    async def _live(self) -> None:
         rng = self.rng
         keeping = [asyncio.create_task(self._keep(f"writer {number}", self._write)) for number in range(2)]
         keeping += [asyncio.create_task(self._keep(f"reader {number}", self._read)) for number in range(2)]
@@ -124,30 +99,26 @@ class MigrationHistory:
         await self._trouble(until)
         await asyncio.gather(*operators)
         self._calm()
-        await self._complete(verdict)
+        await self._complete()
         self.is_down = False
         await asyncio.sleep(5.0)
         self.is_over = True
         await asyncio.sleep(5.0)  # the last answers
-        limit = self.machine.time() + SETTLE_S
-        while self._missing() and self.machine.time() < limit:
-            await asyncio.sleep(0.5)
-        self._judge(verdict)
+        await self.wait_for(lambda: not self._missing(), SETTLE_S)
+        self._judge()
         for cluster in self.clusters:
             for consumer in cluster.consumers:
                 self.trace(f"at the end {consumer.describe()}")
-        if not verdict.complaints:
-            await self._finish(verdict)
+        if not self.verdict.complaints:
+            await self._finish()
         for task in keeping:
             task.cancel()
-        verdict.figures = {
+        self.verdict.figures = {
             "events": sum(map(len, self.acknowledged.values())),
             "received": sum(map(len, self.received.values())),
             "moves": self.moves,
             "kills": self.kills,
             "faults": sum(weather.bitten for weather in self.weather),
-            "turns": self.machine.turns,
-            "virtual_s": int(self.machine.time() - 1000),
         }
 
     # Processes.
@@ -224,7 +195,7 @@ class MigrationHistory:
         except (BrokerError, CommandFailed) as error:
             self.trace(f"{process.name}, {act}: {error}")
             if "still read" in str(error):
-                self.complaints.append(f"{process.name}, {act}: {error}")
+                self.verdict.complaints.append(f"{process.name}, {act}: {error}")
             return 1
         return 0
 
@@ -288,7 +259,7 @@ class MigrationHistory:
             return
         process.freeze()
         for cluster in self.clusters:
-            cluster.note_frozen(process)
+            cluster.record_freeze(process)
         self.machine.call_later(rng.choice((0.3, 1.0, 3.0, 3.5, 5.0, 12.0, 30.0)), process.thaw)
 
     def _expire(self) -> None:
@@ -313,7 +284,7 @@ class MigrationHistory:
             if process.alive and process.frozen:
                 process.thaw()
 
-    async def _complete(self, verdict: Verdict) -> None:
+    async def _complete(self) -> None:
         """As an operator who gives the command again, and does what its errors say, until the stream is somewhere."""
         for process in self.processes:
             if process.name.startswith("command"):
@@ -323,18 +294,18 @@ class MigrationHistory:
             process = self._start(f"last {number}", partial(self._command, act := acts[number % len(acts)]))
             await _wait(process.ended, COMMAND_S * 2)
             if not process.ended.is_set():
-                verdict.complaints.append(f"{act} has not ended after {COMMAND_S * 2:g} s")
+                self.verdict.complaints.append(f"{act} has not ended after {COMMAND_S * 2:g} s")
                 return
             if process.status == 0 and act in NAMES:
                 return
-        verdict.complaints.append("the move cannot be completed")
+        self.verdict.complaints.append("the move cannot be completed")
 
-    async def _finish(self, verdict: Verdict) -> None:
+    async def _finish(self) -> None:
         process = self._start("finish", partial(self._command, "finish"))
         await _wait(process.ended, COMMAND_S)
         there = [name for name, cluster in zip(NAMES, self.clusters, strict=True) if STREAM in cluster.store.topics]
         if process.status == 0 and len(there) != 1:
-            verdict.complaints.append(f"finished, and the topic is on {there}")
+            self.verdict.complaints.append(f"finished, and the topic is on {there}")
 
     # The promises.
 
@@ -345,15 +316,15 @@ class MigrationHistory:
             for number in sorted(set(numbers) - set(self.received[key]))
         ]
 
-    def _judge(self, verdict: Verdict) -> None:
+    def _judge(self) -> None:
         if missing := self._missing():
-            verdict.complaints.append(f"{len(missing)} acknowledged and not received: {missing[:8]}")
+            self.verdict.complaints.append(f"{len(missing)} acknowledged and not received: {missing[:8]}")
         for key, numbers in self.acknowledged.items():
             acknowledged = set(numbers)
             first = [number for number in dict.fromkeys(self.received[key]) if number in acknowledged]
             if self.keeps_order and first != sorted(first):
                 late = next(one for one, other in zip(first, sorted(first), strict=True) if one != other)
-                verdict.complaints.append(f"key {key} is out of order at {late}: {first}")
+                self.verdict.complaints.append(f"key {key} is out of order at {late}: {first}")
 
 
 class _Admin(ModelAdmin):
@@ -402,9 +373,3 @@ async def _wait(ended: asyncio.Event, seconds: float) -> None:
             await ended.wait()
     except TimeoutError:
         pass
-
-
-def run_migration(seed: int, tell: Callable[[str], None] | None = None) -> Verdict:
-    """One history."""
-    seed_everything(seed)
-    return MigrationHistory(seed, tell).run()

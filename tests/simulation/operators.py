@@ -20,7 +20,7 @@ from tests.simulation.fleet import DRAIN_S
 from tests.simulation.machine import Process
 
 if TYPE_CHECKING:
-    from tests.simulation.history import History
+    from tests.simulation.fleet_history import FleetHistory
 
 _INNER = ("p.parked", "p.retry", "p.dead", "penstock.retry-in", "penstock.delay-1s", "penstock.delay-4s")
 
@@ -28,7 +28,7 @@ _INNER = ("p.parked", "p.retry", "p.dead", "penstock.retry-in", "penstock.delay-
 class Operator:
     """One who never fails: commands are tried until they work."""
 
-    def __init__(self, history: "History") -> None:
+    def __init__(self, history: "FleetHistory") -> None:
         self._history = history
         self._broker = ModelBroker(history.cluster, Process(history.machine, "operator"))
         self._is_redriving = "redrive" in history.choice.operators
@@ -139,7 +139,7 @@ class Operator:
         await self._write(command)
 
     async def _down(self) -> None:
-        self._history.note_deaf(2 * DRAIN_S)  # what is drained is still sent
+        self._history.record_deaf(2 * DRAIN_S)  # what is drained is still sent
         await self._history.fleet.down()
 
     async def _redrive(self) -> None:

@@ -106,7 +106,7 @@ class Oracle:
         elif status == 207:
             refused = {item["index"]: item for item in orjson.loads(body)["refused"]}
             for index, (event, before) in enumerate(zip(events, fates, strict=True)):
-                _note_item(event, before, refused.get(index))
+                _record_item(event, before, refused.get(index))
         elif 400 <= status < 500 and status not in (401, 408, 429):
             for event, before in zip(events, fates, strict=True):
                 _deny(event, before, Fate.FORBIDDEN)
@@ -196,7 +196,7 @@ class Oracle:
         return []
 
 
-def _note_item(event: Event, before: Fate, item: dict[str, Any] | None) -> None:
+def _record_item(event: Event, before: Fate, item: dict[str, Any] | None) -> None:
     """What a 207 says of one event; item: None when it is stored."""
     if item is None:
         event.fate = Fate.OBLIGED

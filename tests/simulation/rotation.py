@@ -20,7 +20,7 @@ from services.core.yaml_source import BadConfiguration, Problem
 from tests.simulation.machine import WORLD, current_process
 
 if TYPE_CHECKING:
-    from tests.simulation.history import History
+    from tests.simulation.fleet_history import FleetHistory
 
 LOADED_S = 4.0
 """Within so many seconds a process that runs has loaded a file: it looks every two seconds at the latest."""
@@ -51,7 +51,7 @@ class SecretFile:
 class Rotation:
     """The files of one history: the keys of ingest's clients, and a secret for each destination that signs."""
 
-    def __init__(self, history: "History") -> None:
+    def __init__(self, history: "FleetHistory") -> None:
         self._history = history
         self._count = 0
         self._is_calm = False

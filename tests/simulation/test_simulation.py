@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from tests.simulation.patches import PATCHES, ROOT, Patch
+from tests.simulation.patch import ROOT, Patch
+from tests.simulation.patches import PATCHES
 from tests.simulation.tested_mends import MENDS, Mend, run_without
 from tests.support.cpu_budget import in_order_of_the_day, report_cases
 

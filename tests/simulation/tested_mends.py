@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.simulation.patches import ROOT, Change
+from tests.simulation.patch import ROOT, Change
 
 _LIMIT_S, _LONG_LIMIT_S = 240.0, 1200.0
 """Of a test: ten times as long as it needs. One that waits for ever for what the mend does has noticed that it is gone."""

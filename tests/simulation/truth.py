@@ -17,7 +17,7 @@ from tests.simulation.transform import is_filtered
 from tests.support.oracle import Fate
 
 if TYPE_CHECKING:
-    from tests.simulation.history import History
+    from tests.simulation.fleet_history import FleetHistory
 
 FINAL_AFTER = "65s"
 FINAL_S = 900.0
@@ -26,7 +26,7 @@ LOST_S = 400.0
 _MOST = 8
 
 
-async def judge_ledger(history: "History") -> list[str]:
+async def judge_ledger(history: "FleetHistory") -> list[str]:
     """Wait until the observer's table is final; what it says that is not so."""
     if not await history.wait_for(lambda: _is_final(history), FINAL_S):
         return [f"the ledger is not final: {_why_open(history)}"]
@@ -35,13 +35,13 @@ async def judge_ledger(history: "History") -> list[str]:
     return _complain(history)
 
 
-def _table(history: "History") -> Table | None:
+def _table(history: "FleetHistory") -> Table | None:
     found = history.fleet.found("observer")
     table: Table | None = found[0].follower.table if found else None
     return table
 
 
-def _why_open(history: "History") -> str:
+def _why_open(history: "FleetHistory") -> str:
     table, now = _table(history), history.cluster.store.wall_ms()
     if table is None:
         return "no observer runs"
@@ -55,7 +55,7 @@ def _why_open(history: "History") -> str:
     return ""
 
 
-def is_final_for(history: "History", pipe: str, names: set[str]) -> bool:
+def is_final_for(history: "FleetHistory", pipe: str, names: set[str]) -> bool:
     """Whether all minutes are final for these destinations of the pipe, whatever becomes of the others."""
     table, now = _table(history), history.cluster.store.wall_ms()
     if table is None:
@@ -64,11 +64,11 @@ def is_final_for(history: "History", pipe: str, names: set[str]) -> bool:
     return all(table.finality.is_final((pipe, minute), name) for minute in minutes for name in names)
 
 
-def _is_final(history: "History") -> bool:
+def _is_final(history: "FleetHistory") -> bool:
     return not _why_open(history)
 
 
-def _complain(history: "History") -> list[str]:
+def _complain(history: "FleetHistory") -> list[str]:
     table = _table(history)
     if table is None:
         return ["no observer runs"]
@@ -76,7 +76,7 @@ def _complain(history: "History") -> list[str]:
     return [text for route in history.oracle.routes.values() for text in _judge_route(history, table, route, origins)]
 
 
-def _judge_route(history: "History", table: Table, route: Route, origins: dict[int, Origin]) -> Iterator[str]:
+def _judge_route(history: "FleetHistory", table: Table, route: Route, origins: dict[int, Origin]) -> Iterator[str]:
     said = list(_steps(table, route))
     missing = [
         event.id
@@ -117,7 +117,7 @@ def _is_settled(said: list[StepSets], one: Origin) -> bool:
     return any(_has(step.outcomes.get(outcome, Origins()), one) for step in said for outcome in ("delivered", "dead"))
 
 
-def _begins_at_latest(history: "History", route: Route) -> bool:
+def _begins_at_latest(history: "FleetHistory", route: Route) -> bool:
     """Then the ledger counts as skipped what is missing at its first report (docs/fidelity.md, "start: latest")."""
     pipe = history.pipes.pipes.get(route.pipe)
     return pipe is not None and any(one.name == route.name and one.start == "latest" for one in pipe.destinations)
@@ -127,7 +127,7 @@ def _is_skipped(said: list[StepSets], one: Origin) -> bool:
     return any(_has(step.outcomes.get("skipped", Origins()), one) for step in said)
 
 
-def _arrived(history: "History", route: Route) -> list[Event]:
+def _arrived(history: "FleetHistory", route: Route) -> list[Event]:
     return [
         event
         for event in history.oracle.events
@@ -135,7 +135,7 @@ def _arrived(history: "History", route: Route) -> list[Event]:
     ]
 
 
-def _lost(history: "History", route: Route) -> list[Event]:
+def _lost(history: "FleetHistory", route: Route) -> list[Event]:
     """What somebody took away before it had arrived."""
     return [
         event
@@ -148,9 +148,9 @@ def _lost(history: "History", route: Route) -> list[Event]:
     ]
 
 
-def _origins(history: "History") -> dict[int, Origin]:
+def _origins(history: "FleetHistory") -> dict[int, Origin]:
     """Of events that are stored once."""
-    from tests.simulation.history import event_of
+    from tests.simulation.fleet_history import event_of
 
     found: dict[int, Origin | None] = {}
     for stored in history.cluster.store.appends:

@@ -101,13 +101,13 @@ async def test_what_was_forgotten_is_ordered_again(monkeypatch: pytest.MonkeyPat
     assert (java.orders[-1], java.left) == (3, ["2"])
     java.executors = java.executors[:2]
     before = list(java.orders)
-    monkeypatch.setattr(executor_group, "LOOK_EVERY_S", -1.0)
+    monkeypatch.setattr(executor_group, "POLL_EVERY_S", -1.0)
     await group.set_standby(False)
     assert java.orders == before, "it orders although none is missing"
     java.executors = java.executors[:1]
-    monkeypatch.setattr(executor_group, "LOOK_EVERY_S", 600.0)
+    monkeypatch.setattr(executor_group, "POLL_EVERY_S", 600.0)
     await group.set_standby(False)
     assert java.orders == before, "it looks twice a second"
-    monkeypatch.setattr(executor_group, "LOOK_EVERY_S", -1.0)
+    monkeypatch.setattr(executor_group, "POLL_EVERY_S", -1.0)
     await group.set_standby(False)
     assert java.orders == [*before, 2]

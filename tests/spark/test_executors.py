@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import REGISTRY
 
-from spark.executors import FRESH_S, WITHOUT_S, ExecutorsGoneError, ExecutorWatch, Seen
+from spark.executors import FRESH_S, WITHOUT_S, ExecutorsGoneError, ExecutorState, ExecutorWatch
 
 MASTER = "spark://one:7077"
 
@@ -18,7 +18,7 @@ class Watched:
     def see(self, *ids: str, seconds: float = 0.0, has_work: bool = True, stopped: bool = False) -> None:
         """These executors, and again so many seconds later."""
         for _ in range(int(seconds) + 1):
-            self.watch.record(Seen(frozenset(ids), stopped), has_work=has_work)
+            self.watch.record(ExecutorState(frozenset(ids), stopped), has_work=has_work)
             self.now += 1.0
         self.now -= 1.0
 

@@ -24,7 +24,7 @@ from services.core.event import FAULT, ORIGIN, TOPIC_NUMBERS, Origin, is_of_topi
 from services.core.existing_topics import Translation
 from services.core.jvm.kafka import KafkaCluster
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
-from services.core.pipes import Stream
+from services.core.pipe_stream import Stream
 from spark.brokers.contract import open_spark_broker
 from spark.brokers.existing import ReadTopic, run_of, translate
 from spark.java import jvm

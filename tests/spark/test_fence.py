@@ -111,7 +111,7 @@ def test_a_replaced_holder_writes_nothing(session: SparkSession, s3: ObjectStore
     with open_checkpoint(session, root, "p") as first:
         first.write_note("penstock.json", {"n": 1})
         first.write_note("skipped.json", ["mine"])
-        first.check_held()
+        first.check_claim()
         with pytest.raises(CheckpointInUse, match="runs its queries"), open_checkpoint(session, root, "p"):
             pass
         folder = HadoopFolder(session, f"{root}/p/claims")
@@ -123,7 +123,7 @@ def test_a_replaced_holder_writes_nothing(session: SparkSession, s3: ObjectStore
             assert second.read_note("skipped.json", list[str]) == ["its"]
             assert peek_checkpoint(session, root, "p").read_note("skipped.json", list[str]) == ["its"]
             with pytest.raises(CheckpointInUse, match="taken over"):
-                first.check_held()
+                first.check_claim()
     with open_checkpoint(session, root, "p") as third:
         assert third.read_note("skipped.json", list[str]) == ["its"]
         assert third.read_note("penstock.json", dict[str, int]) == {"n": 1}

@@ -386,7 +386,7 @@ def test_a_real_time_query_that_ends_the_process() -> None:
     assert set(work.dead) == {30}
     attempts.record_working()
     attempts.record_failure(RuntimeError("stopped in order"))
-    assert start().held is None, "nothing ended this process"
+    assert start().why_not_retried is None, "nothing ended this process"
     attempts.record_done(BATCH + 1)
     folder.committed = BATCH + 1
     assert start().current is None, "it is past that batch"

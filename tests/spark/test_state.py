@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.core.pipes import Transform
+from services.core.pipe_transform import Transform
 from spark.jobs.checkpoint import Checkpoint, CheckpointDamaged, Identity
 from spark.jobs.restart import Beginning
 from spark.jobs.start_checks import adopt_checkpoint, changed_state, record_ran
@@ -52,7 +52,7 @@ class Folder:
     def source_names(self, _batch: int) -> list[str]:
         return self.names
 
-    def check_held(self) -> None:
+    def check_claim(self) -> None:
         """It is."""
 
 

@@ -15,7 +15,8 @@ from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
 from aiokafka.structs import TopicPartition as KafkaPartition
 
 from services.core.broker.kafka.cluster import PartitionState, Timing, TopicState
-from services.core.broker.kafka.offsets import LATEST, CommitMetadata
+from services.core.broker.kafka.leaders import LATEST
+from services.core.broker.kafka.offsets import CommitMetadata
 from services.core.broker.kafka.positions import GroupStart
 from services.core.broker.kafka.protocol import EpochEndRequest
 from services.core.broker.record import TopicPartition

@@ -121,7 +121,7 @@ class Driver:
         try:
             while not self._killed:
                 try:
-                    claim = claims.take()
+                    claim = claims.acquire()
                     self.claim = claim
                     self.world.working = max(self.world.working, claim.number)
                     self._work(claim)
@@ -222,7 +222,7 @@ def test_one_process_plans_and_finishes_batches(first: int, monkeypatch: pytest.
 
 
 def take(folder: Path, clock: float = 0.0) -> Claim:
-    return Claims(FolderStore(folder), lambda: clock).take()
+    return Claims(FolderStore(folder), lambda: clock).acquire()
 
 
 def test_a_holder_is_replaced_when_it_is_silent(tmp_path: Path) -> None:
@@ -232,13 +232,13 @@ def test_a_holder_is_replaced_when_it_is_silent(tmp_path: Path) -> None:
     for _ in range(3):
         now += EXPIRY_S - 1
         with pytest.raises(CheckpointInUse, match=f"process {os.getpid()} on "):
-            others.take()
+            others.acquire()
         held.beat()
     now += 1
     with pytest.raises(CheckpointInUse):
-        others.take()
+        others.acquire()
     now += EXPIRY_S
-    second = others.take()
+    second = others.acquire()
     with pytest.raises(CheckpointInUse, match="another process has taken over"):
         held.beat()
     assert held.is_lost
@@ -256,26 +256,26 @@ def test_files_that_somebody_deleted_or_damaged(tmp_path: Path) -> None:
     for _ in range(2):
         now += EXPIRY_S - 1
         with pytest.raises(CheckpointInUse, match=f"process {os.getpid()} on "):
-            others.take()
+            others.acquire()
         held.beat()
     (tmp_path / "1.alive").write_bytes(b"")
     with pytest.raises(CheckpointInUse, match="not known"):
-        others.take()
+        others.acquire()
     now += EXPIRY_S
-    second = others.take()
+    second = others.acquire()
     with pytest.raises(CheckpointInUse):
         held.check()
     for path in tmp_path.iterdir():
         path.unlink()
     with pytest.raises(CheckpointInUse):
         second.check()
-    third = Claims(FolderStore(tmp_path)).take(above=lambda: 2)
+    third = Claims(FolderStore(tmp_path)).acquire(above=lambda: 2)
     assert (second.number, third.number) == (2, 3), "its notes are in a folder of that number"
 
 
 def test_a_process_that_ended_is_replaced_at_once(tmp_path: Path) -> None:
     """If this fails, a transform that was killed starts again only after a time-out, on the same machine, too."""
-    code = f"from pathlib import Path; from spark.jobs.claims import *; Claims(FolderStore(Path({str(tmp_path)!r}))).take()"
+    code = f"from pathlib import Path; from spark.jobs.claims import *; Claims(FolderStore(Path({str(tmp_path)!r}))).acquire()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     assert take(tmp_path).number == 2
     assert not has_ended(process_name())
@@ -287,7 +287,7 @@ def test_a_process_that_ended_is_replaced_at_once(tmp_path: Path) -> None:
 def test_the_sign_of_life_changes_within_the_block(tmp_path: Path) -> None:
     """If this fails, each holder is replaced by the next standby, over and over; or one that ended in order is waited for."""
     store = FolderStore(tmp_path)
-    claim = Claims(store).take()
+    claim = Claims(store).acquire()
     first, changed = store.find("1.alive"), threading.Event()
     with beating(claim, "p", 0.01):
         while store.find("1.alive") == first:

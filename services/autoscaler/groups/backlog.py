@@ -54,7 +54,7 @@ class Lateness:
     hot: HotPartitions | None
 
 
-def judge(backlogs: Iterable[Backlog], cpus: Sequence[float], idle_below: float) -> Lateness:
+def measure_lateness(backlogs: Iterable[Backlog], cpus: Sequence[float], idle_below: float) -> Lateness:
     """cpus: of the working instances. More instances do not reduce a consumer group's lag when it is in fewer partitions than
     there are working instances, and the instances without these partitions use at most `idle_below` cores on average."""
     late: defaultdict[str, list[Backlog]] = defaultdict(list)

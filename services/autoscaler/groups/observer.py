@@ -86,7 +86,7 @@ class Observed:
         for pipe in self.unstable:
             return f"pipe {pipe.pipe} is unstable: {'; '.join(pipe.reasons)}"
         for one in self.planned:
-            if one.began <= now < _seconds(one.until) and _holds_scaling(one):
+            if one.began <= now < _seconds(one.until) and _blocks_scaling(one):
                 return f"a {one.kind} by {one.by or 'somebody'} is announced"
         return None
 
@@ -100,7 +100,7 @@ def action_of(window: PlannedChange) -> Literal["out", "in"]:
     return "in" if window.by.partition(" ")[2].startswith("in ") else "out"
 
 
-def _holds_scaling(window: PlannedChange) -> bool:
+def _blocks_scaling(window: PlannedChange) -> bool:
     return window.kind == "deploy" or (window.kind == "scaling" and not window.by.startswith(OURS))
 
 

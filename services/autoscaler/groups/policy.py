@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from services.autoscaler.groups.backlog import LATE_S, Backlog, HotPartitions, judge
+from services.autoscaler.groups.backlog import LATE_S, Backlog, HotPartitions, measure_lateness
 from services.autoscaler.groups.members import Failed, Instance, Members, Watched, forget, sort, watch
 from services.core.units import Duration
 
@@ -162,7 +162,7 @@ class _Policy:
         self._cpu = sum(self._warm)
         self._capacity = max(1, figures.size - self._members.missing)
         """The ordered instances that work, or will."""
-        self._late = judge(figures.backlogs, self._warm, rules.target_cpu)
+        self._late = measure_lateness(figures.backlogs, self._warm, rules.target_cpu)
         self._helped_lag = self._late.helped if figures.backlogs else figures.lag or 0.0
         """The lag that more instances may reduce, in s."""
         # Where CPU is not short, pressure says nothing about CPU; then the limit of lag decides.

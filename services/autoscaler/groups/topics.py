@@ -96,9 +96,9 @@ class Topics:
             return None
         try:
             async with asyncio.timeout(WITHIN_S):
-                held = (await broker.reader.describe(place.topic))[place.partition]
+                stored = (await broker.reader.describe(place.topic))[place.partition]
                 settled = await broker.admin.committed(place.group, place.topic)
-                start = max(held.start, settled.get(place.partition, held.start - 1) + 1)
+                start = max(stored.start, settled.get(place.partition, stored.start - 1) + 1)
                 batch = await broker.reader.read(place.topic, place.partition, start, max_records=SAMPLE)
         except (BrokerError, TimeoutError, KeyError) as error:
             log.warning("hot_partition_unreadable", topic=place.topic, partition=place.partition, error=str(error))

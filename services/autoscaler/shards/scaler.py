@@ -55,7 +55,7 @@ def measure(
         max(size / capacity.bytes, count / capacity.entries) / seconds
         for size, count in zip(sizes, entries, strict=True)
     )
-    held_up = [_held_up(topic, window) for window in windows]
+    held_up = [_throttled(topic, window) for window in windows]
     again = held_up[-1].intersection(*held_up[-2:-1]) if len(windows) > 1 else frozenset()
     refused = dict(_per_shard(topic, _THROTTLES, newest))
     loads = shard_loads(shards.layout, slots)
@@ -71,7 +71,7 @@ def measure(
     )
 
 
-def _held_up(topic: str, window: Window) -> frozenset[str]:
+def _throttled(topic: str, window: Window) -> frozenset[str]:
     """Shards that refused entries, or delayed too many."""
     waits = {shard for shard, value in _per_shard(topic, _WAITS, window) if value > _WAITING * window.seconds}
     return frozenset(waits.union(shard for shard, value in _per_shard(topic, _THROTTLES, window) if value > 0))

@@ -100,7 +100,7 @@ class _File:
             space = _space(identifier, annotations.namespace or "")
             short = self._type_name(identifier, children[1])
             self.name = f"{space}.{short}" if space else short
-            self.doc = self._docs.take(top.meta.start_pos)
+            self.doc = self._docs.comment_at(top.meta.start_pos)
             self.properties = annotations.values
             children = children[2:]
         for child in children:
@@ -227,7 +227,7 @@ class _File:
             "",
             full,
             _full_aliases(annotations, full),
-            self._docs.take(tree.meta.start_pos),
+            self._docs.comment_at(tree.meta.start_pos),
             is_error=str(kind.children[0]) == "error",
             properties=_completed("record", annotations.values),
         )
@@ -238,7 +238,7 @@ class _File:
     def _fields(self, tree: _Tree, space: str, owner: tuple[str, ...]) -> Iterator[Field]:
         """The variables of one declaration, which share type and documentation."""
         kind, *variables = cast("list[_Tree]", tree.children)
-        doc = self._docs.take(tree.meta.start_pos)
+        doc = self._docs.comment_at(tree.meta.start_pos)
         schema = self._full_type(kind, space)
         for variable in variables:
             properties, name, *default = variable.children
@@ -248,7 +248,7 @@ class _File:
             if isinstance(own, _Optional):
                 null_last = value is not NO_DEFAULT and value is not None
                 own = Union("union", "", own.branches[::-1] if null_last else list(own.branches))
-            own_doc = self._docs.take(variable.meta.start_pos)
+            own_doc = self._docs.comment_at(variable.meta.start_pos)
             label = _name(cast(_Tree, name))
             self._context.places[(*owner, label)] = self._place(cast(_Tree, name))
             yield Field(
@@ -278,7 +278,7 @@ class _File:
             "",
             full,
             _full_aliases(annotations, full),
-            self._docs.take(tree.meta.start_pos),
+            self._docs.comment_at(tree.meta.start_pos),
             symbols=tuple(symbols),
             default=default,
             properties=_completed("enum", annotations.values),
@@ -295,7 +295,7 @@ class _File:
             "",
             full,
             _full_aliases(annotations, full),
-            self._docs.take(tree.meta.start_pos),
+            self._docs.comment_at(tree.meta.start_pos),
             size=length,
             properties=_completed("fixed", annotations.values, length),
         )
@@ -305,7 +305,7 @@ class _File:
         properties, result, name, *rest = cast("list[_Tree]", tree.children)
         annotations = self._annotations(properties, "message")
         label = _name(name)
-        doc = self._docs.take(tree.meta.start_pos)
+        doc = self._docs.comment_at(tree.meta.start_pos)
         response = self._type(result.children[0], space, annotated=False) if result.children else Schema("null", "")
         message = Message(label, [], response, [], one_way=False, doc=doc, properties=annotations.values)
         for item in rest:

@@ -63,7 +63,7 @@ class Documentation:
         if waiting is not None:
             self._lost.append(waiting.start())
 
-    def take(self, start: int) -> str | None:
+    def comment_at(self, start: int) -> str | None:
         """The comment of what begins at an offset, without its stars."""
         comment = self._by_start.get(start)
         self._places.pop(start, None)

@@ -109,7 +109,7 @@ class _Budget:
         """Whether its time is used up."""
         return time.thread_time() > self._until
 
-    def take(self) -> bool:
+    def spend(self) -> bool:
         """Whether one more try may be made."""
         self.tries -= 1
         return self.tries >= 0 and not self.is_over
@@ -141,7 +141,7 @@ class _Pair:
         if self.new.origin is None:
             return None
         fields = [group for group in groups if group[0][0].rule == "FIELD_NEEDS_DEFAULT"]
-        if not 1 < len(fields) <= MAX_OPERATIONS or not self.budget.take():
+        if not 1 < len(fields) <= MAX_OPERATIONS or not self.budget.spend():
             return None
         known, document = _names(self.new), self.new.origin.document
         lost = [group[0][0] for group in fields if not group[0][1]]
@@ -182,7 +182,7 @@ class _Pair:
         known = _names(self.new)
         for finding, new_reads in group:
             for patch in candidates(finding, self.new.origin.document, new_reads=new_reads, known=known):
-                if not self.budget.take():
+                if not self.budget.spend():
                     return
                 with suppress(TooComplex):
                     if (changed := self._changed(patch)) is not None:

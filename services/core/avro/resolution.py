@@ -49,12 +49,12 @@ class Resolution:
         # A type that contains itself is compatible unless something else in it is not.
         self._verdicts[pair] = True
         self._depth += 1
-        verdict = self._judge(reader, writer)
+        verdict = self._compare(reader, writer)
         self._depth -= 1
         self._verdicts[pair] = verdict
         return verdict
 
-    def _judge(self, reader: Schema, writer: Schema) -> bool:
+    def _compare(self, reader: Schema, writer: Schema) -> bool:
         if reader.type != writer.type:
             if isinstance(writer, Union):
                 return all(self.reads(reader, branch) for branch in writer.branches)

@@ -12,22 +12,22 @@ PAGE = 500
 
 
 async def read_topic(
-    reader: Reader, topic: str, partition: int, held: PartitionRange, *, page: int = PAGE, skips_damage: bool = False
+    reader: Reader, topic: str, partition: int, stored: PartitionRange, *, page: int = PAGE, skips_damage: bool = False
 ) -> AsyncIterator[Batch]:
-    """The batches of `held.start <= offset < held.end`, at most `page` records each, batches of damage among them.
+    """The batches of `stored.start <= offset < stored.end`, at most `page` records each, batches of damage among them.
 
     Records that retention removes meanwhile are skipped. skips_damage: so are damaged records, when their range is known.
     Raises DataDamaged, OffsetOutOfRange, Unavailable.
     """
-    source, offset = TopicPartition(topic, partition), held.start
-    while offset < held.end:
+    source, offset = TopicPartition(topic, partition), stored.start
+    while offset < stored.end:
         batch = await _read_next(reader, source, offset, page, skips_damage=skips_damage)
         if isinstance(batch, int):
             offset = batch
             continue
         if batch is None:
             return
-        count = sum(1 for found in batch.offsets if found < held.end)
+        count = sum(1 for found in batch.offsets if found < stored.end)
         if count and not (skips_damage and batch.damage):
             yield Batch(topic, partition, batch.offsets[:count], batch.records[:count], batch.damage)
         offset = batch.offsets[-1] + 1
@@ -53,17 +53,17 @@ READ_RECORDS = 2_000
 
 
 async def scan(
-    reader: Reader, topic: str, partition: int, start: int | None, end: int | None, held: PartitionRange | None = None
+    reader: Reader, topic: str, partition: int, start: int | None, end: int | None, stored: PartitionRange | None = None
 ) -> AsyncIterator[Batch]:
     """The batches of `start <= offset < end`; None: the beginning, the end at the time of the call.
 
-    held: the range that the partition holds, when the caller knows it. Damaged and expired records are skipped. Raises
+    stored: the range that the partition holds, when the caller knows it. Damaged and expired records are skipped. Raises
     UnknownTopic, Unavailable.
     """
-    held = held or (await reader.describe(topic)).get(partition)
-    if held is None:
+    stored = stored or (await reader.describe(topic)).get(partition)
+    if stored is None:
         return
-    wanted = PartitionRange(max(held.start, start or 0), held.end if end is None else min(held.end, end))
+    wanted = PartitionRange(max(stored.start, start or 0), stored.end if end is None else min(stored.end, end))
     with suppress(OffsetOutOfRange):  # the partition has lost its end meanwhile
         async for batch in read_topic(reader, topic, partition, wanted, page=READ_RECORDS, skips_damage=True):
             yield batch
@@ -84,11 +84,11 @@ async def read_tail(
     try:
         starts = await broker.reader.offsets_at(topic, datetime.fromtimestamp(since_ms / 1000, UTC))
         # On Kinesis the end is found by reading, in several requests, and each waits for the shard's pace.
-        held = await broker.reader.describe(topic) if broker.is_contiguous(topic) else {}
+        stored = await broker.reader.describe(topic) if broker.is_contiguous(topic) else {}
     except UnknownTopic:
         return
     for partition, start in starts.items():
-        found = held.get(partition)
+        found = stored.get(partition)
         first = start if found is None else max(start, found.start, found.end - most)
         end = None if found is None else found.end
         source = TopicPartition(topic, partition)

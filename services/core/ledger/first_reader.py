@@ -85,10 +85,10 @@ class LateStart:
         self._ends = {}
         for topic in self._topics:
             if not await self._broker.admin.has_begun(self._group, topic):
-                held = await self._broker.reader.describe(topic)
-                for partition, one in held.items():
+                stored = await self._broker.reader.describe(topic)
+                for partition, one in stored.items():
                     await self._skip(sets, topic, partition, one.start, one.end)
-                self._ends[topic] = {partition: one.end for partition, one in held.items()}
+                self._ends[topic] = {partition: one.end for partition, one in stored.items()}
 
     async def begin(self) -> None:
         """Let the group begin behind what `find_skipped` added, which is reported now. Raises BrokerError kinds.

@@ -37,6 +37,11 @@ class Facts:
     contiguous: Callable[[str], bool] = lambda _topic: True
     has_all: bool = True
 
+    def joins_events(self, pipe: str) -> bool:
+        """Whether the results of the pipe's transform may be made of several events: that needs a watermark."""
+        found = self.pipes.pipes.get(pipe)
+        return found is not None and found.transform is not None and found.transform.watermark is not None
+
 
 @dataclass(slots=True)
 class Event:

@@ -1,4 +1,4 @@
-"""Finds the facts about an event id and tells its story."""
+"""Finds the facts about an event id and makes its story."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +15,7 @@ from services.core.dead_letter import Position
 from services.core.event import ID, ORIGIN, Origin
 from services.core.pauses import list_paused
 from services.core.pipes import PipeFile
+from services.core.story.event_story import make_event_story
 from services.core.story.facts import Event, Facts, lane_of
 from services.core.story.model import EventStory, Searched, SearchedTopic, Story
 from services.core.story.reports import Reports, read_reports
@@ -30,7 +31,6 @@ from services.core.story.search import (
     TopicResult,
     time_of,
 )
-from services.core.story.tell import tell_event
 from services.core.times import format_time
 from services.core.topic_names import (
     AUDIT,
@@ -161,8 +161,8 @@ class _Finder:
             self.broker.is_contiguous,
             self.has_all,
         )
-        told = [tell_event(event, facts, self.scope.pipes) for event in self.events]
-        events = sorted(_with_copies(told, self.pipes), key=lambda one: (one.accepted or "", bool(one.copied_by)))
+        stories = [make_event_story(event, facts, self.scope.pipes) for event in self.events]
+        events = sorted(_with_copies(stories, self.pipes), key=lambda one: (one.accepted or "", bool(one.copied_by)))
         return Story(self.event_id, tuple(events), self._searched(reports))
 
     def _searched(self, reports: Reports) -> Searched:
@@ -324,9 +324,9 @@ class _Finder:
     def _has_waited(self, reports: Reports, event: Event) -> bool:
         """Whether any destination has reported anything but the delivery."""
         return event.run is None or any(
-            told.outcome not in ("delivered", "passed", "filtered", "accepted")
+            reported.outcome not in ("delivered", "passed", "filtered", "accepted")
             for step in reports.by_event.get(event.run, {}).values()
-            for told in step
+            for reported in step
         )
 
     async def _read_acts(self) -> list[Entry]:

@@ -21,7 +21,7 @@ Step = tuple[str, str, str | None]
 """Node, pipe (of ingest the stream), destination."""
 
 
-class Told(NamedTuple):
+class ReportedOutcome(NamedTuple):
     """One outcome of one event. at_ms: when the report was made, about a second after the outcome at most."""
 
     outcome: Outcome
@@ -46,7 +46,7 @@ class Reports:
     failures: by event, step and the time of the report of a delivery, where attempts are recorded.
     """
 
-    by_event: dict[Origin, dict[Step, list[Told]]] = field(default_factory=dict)
+    by_event: dict[Origin, dict[Step, list[ReportedOutcome]]] = field(default_factory=dict)
     complete: bool = False
     behind: dict[Step, int] = field(default_factory=dict)
     heard: set[Step] = field(default_factory=set)
@@ -55,7 +55,7 @@ class Reports:
     renames: Mapping[str, str] = field(default_factory=dict)
     failures: dict[tuple[Origin, Step, int], Sequence[FailedAttempt]] = field(default_factory=dict)
 
-    def of(self, origin: Origin | None, step: Step) -> list[Told]:
+    def of(self, origin: Origin | None, step: Step) -> list[ReportedOutcome]:
         return [] if origin is None else self.by_event.get(origin, {}).get(step, [])
 
     def first(self, origin: Origin | None, step: Step, outcome: Outcome) -> int | None:
@@ -64,7 +64,7 @@ class Reports:
 
     def first_since(self, origin: Origin | None, step: Step, outcome: Outcome, since_ms: int | None) -> int | None:
         """When this outcome was first reported at or after a time, ms. None: at any time."""
-        times = (told.at_ms for told in self.of(origin, step) if told.outcome == outcome)
+        times = (reported.at_ms for reported in self.of(origin, step) if reported.outcome == outcome)
         return next((at_ms for at_ms in times if since_ms is None or at_ms >= since_ms), None)
 
     def failed_before(self, origin: Origin | None, step: Step, at_ms: int) -> Sequence[FailedAttempt] | None:
@@ -87,8 +87,8 @@ class Reports:
             for number in _common(numbers, one.numbers):
                 origin = Origin(one.incarnation, one.partition, number)
                 known = self.by_event.setdefault(origin, {}).setdefault(step, [])
-                if (told := Told(one.outcome, report.at_ms)) not in known[-1:]:
-                    known.append(told)
+                if (reported := ReportedOutcome(one.outcome, report.at_ms)) not in known[-1:]:
+                    known.append(reported)
                 if one.outcome == "delivered" and report.failures is not None:
                     self.failures.setdefault((origin, step, report.at_ms), ())
         for failed in report.failures or ():
@@ -121,12 +121,12 @@ async def read_reports(
         wanted.setdefault((origin.incarnation, origin.partition), BitMap()).add(origin.sequence)
     since = date_of(since_ms - EARLY_MS)
     try:
-        held = (await reader.describe(TELEMETRY))[0]
+        stored = (await reader.describe(TELEMETRY))[0]
         start = (await reader.offsets_at(TELEMETRY, since))[0]
     except UnknownTopic:
         return reports
-    is_kept = start > held.start or held.start == 0
-    async for batch in scan(reader, TELEMETRY, 0, start, None, held):
+    is_kept = start > stored.start or stored.start == 0
+    async for batch in scan(reader, TELEMETRY, 0, start, None, stored):
         if batch.records and batch.records[0].timestamp < since_ms:
             is_kept = True
         search.count(batch, budget)

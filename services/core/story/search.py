@@ -203,18 +203,18 @@ class Search:
                 part.last = last
                 yield part
             return
-        for partition, held in (await self._reader.describe(topic)).items():
-            start, _ = await around(self._reader, topic, partition, held, first)
-            _, end = await around(self._reader, topic, partition, PartitionRange(start, held.end), last)
+        for partition, stored in (await self._reader.describe(topic)).items():
+            start, _ = await around(self._reader, topic, partition, stored, first)
+            _, end = await around(self._reader, topic, partition, PartitionRange(start, stored.end), last)
             if start < end:
                 yield _Part(topic, partition, start, end)
 
     async def _open_since(self, topic: str, first_ms: int) -> AsyncIterator[_Part]:
         contiguous = self._broker.is_contiguous(topic)
         starts = await self._reader.offsets_at(topic, date_of(first_ms))
-        held = await self._reader.describe(topic) if contiguous else {}
+        stored = await self._reader.describe(topic) if contiguous else {}
         for partition, start in starts.items():
-            end = held[partition].end if partition in held else None
+            end = stored[partition].end if partition in stored else None
             if end is None or start < end:
                 yield _Part(topic, partition, start, end)
 
@@ -232,10 +232,10 @@ class Search:
                     return True
             return False
         begin, first = max(part.start, part.end - _SLICE), None
-        held = PartitionRange(begin, part.end)
+        stored = PartitionRange(begin, part.end)
         with suppress(OffsetOutOfRange):  # the topic was created again meanwhile
             async for batch in read_topic(
-                self._reader, part.topic, part.partition, held, page=READ_RECORDS, skips_damage=True
+                self._reader, part.topic, part.partition, stored, page=READ_RECORDS, skips_damage=True
             ):
                 self._pick(batch, wanted, found)
                 first = time_of(batch.records[0]) if first is None else first
@@ -259,12 +259,12 @@ def _size_of(record: Record) -> int:
     return len(record.value or b"") + sum([len(value) for _, value in record.headers])
 
 
-async def around(reader: Reader, topic: str, partition: int, held: PartitionRange, at_ms: int) -> tuple[int, int]:
+async def around(reader: Reader, topic: str, partition: int, stored: PartitionRange, at_ms: int) -> tuple[int, int]:
     """Offsets between which the first record is that arrived at this time or later; near each other. Offsets must count records.
 
     It reads single records. Where one cannot be read, the range stays wide.
     """
-    low, high = held.start, held.end
+    low, high = stored.start, stored.end
     while high - low > _SLICE:
         middle = (low + high) // 2
         try:

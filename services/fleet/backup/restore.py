@@ -39,7 +39,7 @@ from services.fleet.backup.manifest import (
     write_file,
 )
 from services.fleet.backup.schemas import check_schemas
-from services.fleet.folder import RESTORED_FILE, UNFINISHED_RESTORE, Restored, hold_folder
+from services.fleet.folder import RESTORED_FILE, UNFINISHED_RESTORE, Restored, lock_folder
 from services.fleet.problem import CommandFailed
 
 _CHUNK = 1 << 20
@@ -83,7 +83,7 @@ def restore_backup(folder: Path, data: Path, who: str, show: Callable[[int], Non
     data = data.absolute()
     _require_empty(data)
     try:
-        with hold_folder(data, restores=True), _unfinished(data) as draft:
+        with lock_folder(data, restores=True), _unfinished(data) as draft:
             for file in manifest.files:
                 _copy_file(folder, file, draft, show)
             renewed: dict[str, str] = {}

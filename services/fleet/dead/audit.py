@@ -24,10 +24,10 @@ FATES = {REDRIVE: "redriven", DISCARD: "discarded"}
 async def read_audit(reader: Reader) -> AsyncIterator[Entry]:
     """All entries, oldest first; none when the topic does not exist. Prints a note for each record that is no entry."""
     try:
-        held = await reader.describe(AUDIT)
+        stored = await reader.describe(AUDIT)
     except UnknownTopic:
         return
-    async for batch in read_topic(reader, AUDIT, 0, held[0]):
+    async for batch in read_topic(reader, AUDIT, 0, stored[0]):
         for offset, record in zip(batch.offsets, batch.records, strict=True):
             try:
                 yield decode_entry(record.value)

@@ -112,7 +112,7 @@ async def with_payloads(reader: Reader, pages: AsyncIterator[list[DeadLetter]]) 
 
 DEAD_SUFFIX = dead_letter_topic("")
 
-Held = dict[tuple[str, int], PartitionRange]
+StoredRanges = dict[tuple[str, int], PartitionRange]
 """The ranges that a search reads, by topic and partition."""
 
 
@@ -127,7 +127,7 @@ class DeadLetterSearch:
     where: Filter
     positions: Sequence[Position]
     fates: AuditedActions
-    held: Held
+    stored: StoredRanges
     settled: bool
 
     @classmethod
@@ -138,26 +138,26 @@ class DeadLetterSearch:
         positions: Sequence[Position] = (),
         *,
         settled: bool = False,
-        held: Held | None = None,
+        stored: StoredRanges | None = None,
     ) -> Self:
-        """settled: include redriven and discarded ones. held: the ranges of an earlier search, to find the same dead letters.
+        """settled: include redriven and discarded ones. stored: those of an earlier search, to find the same dead letters.
 
         Raises CommandFailed for a pipe without a topic of dead letters, and for a person's destination that neither the pipe file
         nor a dead letter has: none found would read as all is well.
         """
-        if held is None:
-            held = {} if positions else await _survey(broker, where.pipes())
+        if stored is None:
+            stored = {} if positions else await _survey(broker, where.pipes())
             if where.destination is not None and where.lanes is not None:
-                await _require_destination(broker.reader, where, held)
+                await _require_destination(broker.reader, where, stored)
         fates = await AuditedActions.read(broker.reader)
-        return cls(broker, where, sorted(set(positions)), fates, held, settled)
+        return cls(broker, where, sorted(set(positions)), fates, stored, settled)
 
     async def pages(self) -> AsyncIterator[list[DeadLetter]]:
         """Pages of at most 500 dead letters; none is empty."""
         for position in self.positions:
             yield [await self._read_one(position)]
-        for (topic, partition), held in self.held.items():
-            async for batch in read_topic(self.broker.reader, topic, partition, held):
+        for (topic, partition), stored in self.stored.items():
+            async for batch in read_topic(self.broker.reader, topic, partition, stored):
                 if page := self._pick(batch):
                     yield page
 
@@ -200,7 +200,7 @@ class DeadLetterSearch:
         return DeadLetter.of(position, record, self.fates.fate(position, digest), digest)
 
 
-async def _survey(broker: Broker, pipes: Collection[str]) -> Held:
+async def _survey(broker: Broker, pipes: Collection[str]) -> StoredRanges:
     """pipes: with their former names; empty: any."""
     topics = sorted(topic for topic in await broker.admin.topics() if topic.endswith(DEAD_SUFFIX))
     if pipes:
@@ -225,12 +225,12 @@ async def _retrier_has(reader: Reader, topics: Collection[str], pipes: Collectio
     return False
 
 
-async def _require_destination(reader: Reader, where: Filter, held: Held) -> None:
+async def _require_destination(reader: Reader, where: Filter, stored: StoredRanges) -> None:
     """Raises CommandFailed unless the pipe file or a dead letter has the pipe and destination of the filter."""
     known = {*(where.lanes or ()), *where.renames}
     if any(map(where.has, known)):
         return
-    for (topic, partition), kept in held.items():
+    for (topic, partition), kept in stored.items():
         async for batch in read_topic(reader, topic, partition, kept, skips_damage=True):
             for offset, record in zip(batch.offsets, batch.records, strict=True):
                 letter = DeadLetter.of(Position(topic, partition, offset), record)

@@ -98,7 +98,7 @@ def diagnose(facts: Facts, checks: Sequence[Check]) -> Diagnosis:
     A finding about the past comes after the present faults, unless it explains one of them. Of several the newest is first. A
     check that fails is named under `unknown`. The others run.
     """
-    unknown = [f"{look}: {why}" for look, why in facts.unknown.items()]
+    unknown = [f"{part}: {why}" for part, why in facts.unknown.items()]
     found: list[Cause] = []
     for check in checks:
         try:

@@ -1,4 +1,4 @@
-"""What a look at a fleet found. The checks read these facts; no check asks anybody."""
+"""What the collectors found of a fleet. The checks read these facts; no check asks anybody."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -186,7 +186,7 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class Facts:
-    """Everything that was found. now: seconds since the epoch. unknown: by look, why it found nothing, for a person.
+    """Everything that was found. now: seconds since the epoch. unknown: by collector, why it found nothing, for a person.
 
     state: of the fleet on this machine; None where the fleet is elsewhere, or was stopped in good order. mistakes: of the pipe
     file as it is now; the fleet may run on an earlier one.

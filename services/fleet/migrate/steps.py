@@ -268,7 +268,9 @@ class Migration:
     async def _begins(self) -> Mapping[int, int]:
         """Where the copy begins, by the offsets of the stream."""
         copy = await self._stream_copy()
-        return self._bases() if isinstance(copy, ExactCopy) else {**self.home.starts, **copy.begins}
+        if isinstance(copy, ExactCopy):
+            return self.home.bases.get(self.home.to, {})
+        return {**self.home.starts, **copy.begins}
 
     async def _stream_copy(self) -> ExactCopy | TranslatedCopy:
         """That of the migration which is under way: somebody else may have given one up and begun the next."""
@@ -296,9 +298,6 @@ class Migration:
             if took < limit:
                 return
             limit = min(1.1 * limit, most)
-
-    def _bases(self) -> Mapping[int, int]:
-        return self.home.bases.get(self.home.to, {})
 
     async def _hand_over(self) -> None:
         """The writers are held, or are continuing by themselves. Copy the rest, compare it, and give the stream to its new home.

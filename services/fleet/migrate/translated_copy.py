@@ -108,16 +108,16 @@ class TranslatedCopy:
         return {} if highest < _LARGEST_CONTIGUOUS else {ANY_PARTITION: highest}
 
     async def _advance(self, ends: Mapping[int, int], earlier: Mapping[int, int]) -> None:
-        """Find what is in the copy, append a window of what lacks, and look again, until nothing before `ends` lacks. earlier: as
-        in `CopyFence`."""
+        """Find what is in the copy, append a window of what lacks, and search again, until nothing before `ends` lacks. earlier:
+        as in `CopyFence`."""
         fences, has_appended = earlier, False
         while True:
             read_at, before = time.monotonic(), self.events
-            looks = [
-                partial(one.look, ends[number], CopyFence(fences[number], earlier[number], read_at))
+            searches = [
+                partial(one.find_copied, ends[number], CopyFence(fences[number], earlier[number], read_at))
                 for number, one in self._partitions.items()
             ]
-            await gather_few(looks)
+            await gather_few(searches)
             if has_appended and self.events == before:
                 raise Unavailable(f"{self._stream}: the copy is not seen")
             appends = [partial(one.append, ends[number], self._require) for number, one in self._partitions.items()]

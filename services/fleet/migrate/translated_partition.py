@@ -55,7 +55,7 @@ class TranslatedPartition:
     def _name(self) -> str:
         return f"{self._source.stream}[{self._partition}]"
 
-    async def look(self, end: int, fence: CopyFence) -> None:
+    async def find_copied(self, end: int, fence: CopyFence) -> None:
         """Find what is in the copy before the fence. Raises BrokerError kinds, and CopyDiffers for what is no part of the stream
         before `end`, and was in the copy before `end` was known. Behind that a second command may have copied more."""
         while self._target_at < fence.offset and await self._find_some(end, fence):
@@ -67,8 +67,8 @@ class TranslatedPartition:
             )
 
     async def append(self, end: int, require: Callable[[], Awaitable[None]]) -> bool:
-        """Append a window of what lacks before `end`. Gives whether something lacked: the next look finds it, or what was not
-        stored. require: raises when nobody may append any more. Raises as `look`."""
+        """Append a window of what lacks before `end`. Gives whether something lacked: the next search finds it, or what was not
+        stored. require: raises when nobody may append any more. Raises as `find_copied`."""
         await self._fill(_WINDOW, end, self._window_bytes)
         if not self._pending:
             return False

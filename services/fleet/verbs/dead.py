@@ -18,7 +18,7 @@ from services.core.units import format_count
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import ERR, OUT, confirm, print_note
 from services.fleet.dead.audit import Auditor, read_audit, whoami
-from services.fleet.dead.found import DeadLetterSearch, Filter, Held, restore, with_payloads
+from services.fleet.dead.found import DeadLetterSearch, Filter, StoredRanges, restore, with_payloads
 from services.fleet.dead.redrive import LATE, LATE_WARNING, REMEDIES, Redrive, Redriven, RedriveTargets
 from services.fleet.dead.view import audit_line, letter_json, letter_page, letter_table
 from services.fleet.problem import CommandFailed, unknown_name
@@ -279,30 +279,30 @@ def discard(
     )
     require_choice(where, chosen)
     url = find_broker(broker, data)
-    held, count = uvloop.run(_count(url, where, chosen))
+    stored, count = uvloop.run(_count(url, where, chosen))
     if count and not yes:
         what = format_count(count, "dead letter")
         confirm(f"{what} will no longer be listed. Discard?")
-    count = uvloop.run(_discard(url, where, chosen, held, whoami()))
+    count = uvloop.run(_discard(url, where, chosen, stored, whoami()))
     if as_json:
         typer.echo(json.dumps({"discarded": count}))
     else:
         print_note(f"discarded {count}", "green")
 
 
-async def _count(url: str, where: Filter, positions: list[Position]) -> tuple[Held, int]:
+async def _count(url: str, where: Filter, positions: list[Position]) -> tuple[StoredRanges, int]:
     async with opened(url) as broker:
         found = await DeadLetterSearch.open(broker, where, positions)
-        return found.held, await found.count()
+        return found.stored, await found.count()
 
 
-async def _discard(url: str, where: Filter, positions: list[Position], held: Held, who: str) -> int:
+async def _discard(url: str, where: Filter, positions: list[Position], stored: StoredRanges, who: str) -> int:
     """Discard the counted dead letters, not those written since."""
     done = 0
     async with opened(url) as broker, Producer(broker.appender) as producer:
         auditor = Auditor(producer, who, where.as_json())
         await auditor.require_topic()
-        found = await DeadLetterSearch.open(broker, where, positions, held=held)
+        found = await DeadLetterSearch.open(broker, where, positions, stored=stored)
         async for page in found.pages():
             await auditor.write(DISCARD, page)
             done += len(page)

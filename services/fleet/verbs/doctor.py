@@ -13,8 +13,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from services.core.targets import check_targets
 from services.fleet.console import ERR, OUT
 from services.fleet.doctor.checks import CHECKS
+from services.fleet.doctor.collection import Where, collect_facts
 from services.fleet.doctor.diagnosis import diagnose
-from services.fleet.doctor.look import Where, look
 from services.fleet.doctor.view import render_diagnosis
 from services.fleet.problem import CommandFailed
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, ObserverAddress, ObserverToken, Pipes, example
@@ -55,7 +55,7 @@ def doctor(
         except ValueError as error:
             raise CommandFailed(f"--targets: {error}", status=2) from error
     with _progress() as show:
-        facts = uvloop.run(look(Where(data, targets, broker, pipes, observer, token_file), show))
+        facts = uvloop.run(collect_facts(Where(data, targets, broker, pipes, observer, token_file), show))
     found = diagnose(facts, CHECKS)
     if as_json:
         typer.echo(json.dumps(found.as_json()))

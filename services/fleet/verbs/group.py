@@ -124,8 +124,8 @@ def _heading(one: LaneOffsets) -> Text:
 def offset_table(one: LaneOffsets) -> Table:
     """One row per partition; of the topics of waiting events only where there was one. Without start and end where offsets have
     56 digits: --json has them."""
-    parts = [*one.partitions, *(part for part in one.waiting if part.held.end)]
-    is_short = all(part.held.end < _64_BITS for part in parts)
+    parts = [*one.partitions, *(part for part in one.waiting if part.stored.end)]
+    is_short = all(part.stored.end < _64_BITS for part in parts)
     columns = ("topic", "partition", "start", "next", "end", "behind", "oldest")
     shown = columns if is_short else tuple(name for name in columns if name not in ("start", "end"))
     table = make_table(*shown, right=columns[1:])

@@ -89,7 +89,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show each group: its size, the autoscaler's last decision, who froze it, failed instances, a hot partition."""
-    known = uvloop.run(_look(observer, token_file, find_broker(broker, data), data))
+    known = uvloop.run(_read_known(observer, token_file, find_broker(broker, data), data))
     if as_json:
         groups = [_group_json(name, known) for name in known.names]
         typer.echo(json.dumps({"groups": groups, "problem": known.problem}))
@@ -191,7 +191,7 @@ def _differs(before: Freeze, new: Freeze) -> bool:
     return (before.reason, before.until) != (new.reason, new.until)
 
 
-async def _look(observer: str | None, token_file: Path | None, url: str, data: Path) -> Known:
+async def _read_known(observer: str | None, token_file: Path | None, url: str, data: Path) -> Known:
     reports, problem = await _ask_observer(observer, token_file, data)
     async with opened(url) as broker:
         freezes = Freezes(broker.reader)

@@ -22,8 +22,8 @@ from services.fleet.transform_reset import (
     Restart,
     check_former,
     find_former,
-    hold_checkpoint,
     keeps_state,
+    lock_checkpoint,
     name_aside,
     no_checkpoint,
     plan_restart,
@@ -42,7 +42,7 @@ def restart_transform(
     except OSError as error:
         raise CommandFailed(f"the configuration of the last start in {data} cannot be read: {error}") from error
     checkpoint, place = (root / pipe, str(root / pipe)) if isinstance(root, Path) else (None, f"{root}/{pipe}")
-    with hold_checkpoint(checkpoint) as is_here:
+    with lock_checkpoint(checkpoint) as is_here:
         restart, mark = uvloop.run(_plan(url, file, pipe, since))
         aside = name_aside(checkpoint) if is_here and checkpoint is not None else None
         former = find_former(checkpoint, aside, mark, gives_up=since is None)

@@ -120,7 +120,7 @@ class Finality:
             return []
         waiting = self.why_open(row, now)
         if None in waiting:
-            self.hold(row, now)
+            self.await_results(row, now)
             return []
         if self.awaited.pop(key, 0) > _missing_results(row):
             self.fed_ms[key] = now
@@ -136,7 +136,7 @@ class Finality:
         self.record_missing(key, {part: missing.get(part, 0) for part in found})
         return found
 
-    def hold(self, row: Row, now: int) -> None:
+    def await_results(self, row: Row, now: int) -> None:
         """Note whether a transform that lives has results to come, later than a destination's reports have to reach."""
         is_late = now >= (row.minute + 1) * MINUTE_MS + BEHIND_MS + STORED_MS
         key, missing = (row.pipe, row.minute), _missing_results(row)

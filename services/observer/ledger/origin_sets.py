@@ -55,7 +55,7 @@ class OriginSets:
     """The order and the repetition of reports do not matter."""
 
     def __init__(self) -> None:
-        self.held: dict[int, dict[Place, Origins]] = {}
+        self.unfolded: dict[int, dict[Place, Origins]] = {}
         """By minute and place, the accepted origins that no `fold` has seen: also late ones of a minute in `packed`."""
         self.packed: dict[int, dict[Place, PackedOrigins]] = {}
         """By minute and place, the accepted origins that a `fold` has left."""
@@ -96,14 +96,14 @@ class OriginSets:
                 place = (step.node, step.pipe)
                 if is_of_topic(run.incarnation):
                     numbers -= self._accepted_before(run, numbers)
-                self.held.setdefault(reported.minute, {}).setdefault(place, Origins()).add(run, numbers)
+                self.unfolded.setdefault(reported.minute, {}).setdefault(place, Origins()).add(run, numbers)
             self._touched.add(run, numbers)
 
     def _accepted_before(self, run: SequenceKey, numbers: BitMap) -> BitMap:
         """Those of `numbers` that are accepted already, in any minute. Each reader of a topic of others reports the minute in
         which it has read an event; the first report counts."""
         found = self.kept(run, numbers)
-        for places in self.held.values():
+        for places in self.unfolded.values():
             for origins in places.values():
                 found |= numbers & origins.numbers(run)
         return found
@@ -175,12 +175,12 @@ class OriginSets:
         self._touched.update(origins)
 
     def minutes(self) -> list[int]:
-        """Those of which any origin is held, oldest first."""
-        return sorted(self.held.keys() | self.packed.keys())
+        """Those of which any origin is known, oldest first."""
+        return sorted(self.unfolded.keys() | self.packed.keys())
 
     def accepted(self, minute: int) -> Mapping[Place, Origins]:
-        """The held origins of a minute; not to be changed. Unpacks those of a folded minute each time."""
-        young, packed = self.held.get(minute, {}), self.packed.get(minute)
+        """The accepted origins of a minute; not to be changed. Unpacks those of a folded minute each time."""
+        young, packed = self.unfolded.get(minute, {}), self.packed.get(minute)
         if packed is None:
             return young
         found = {place: old.unpack() for place, old in packed.items()}
@@ -190,7 +190,9 @@ class OriginSets:
 
     def minutes_of(self, origins: Origins) -> list[int]:
         """The minutes that hold any of these, oldest first."""
-        found = {minute for minute, places in self.held.items() if any(held.meets(origins) for held in places.values())}
+        found = {
+            minute for minute, places in self.unfolded.items() if any(there.meets(origins) for there in places.values())
+        }
         for run, numbers in origins.runs():
             known = self._kept.get(run)
             for packed, minute in known.meeting(numbers) if known is not None else ():
@@ -205,7 +207,7 @@ class OriginSets:
 
     def unknown_incarnations(self) -> dict[str, set[Step]]:
         """By incarnation that ingest did not report, because it died before: the steps that named it."""
-        known = self._held_incarnations() | {run.incarnation for run in self.floors}
+        known = self._known_incarnations() | {run.incarnation for run in self.floors}
         found: dict[str, set[Step]] = {}
         for (step, _), origins in self.reported_sets.items():
             for run, _ in origins.listed():  # the others have a floor
@@ -216,7 +218,7 @@ class OriginSets:
     def has_unaccepted(self, incarnation: str) -> bool:
         """Whether steps name origins of it that no ingest has reported as accepted."""
         accepted, named = Origins(), Origins()
-        for places in self.held.values():
+        for places in self.unfolded.values():
             for origins in places.values():
                 accepted.update(origins)
         for packed in (one for folded in self.packed.values() for origins in folded.values() for one in origins.runs):
@@ -231,11 +233,11 @@ class OriginSets:
     def fold(self, minute: int, settled: Origins) -> None:
         """Remove these origins of the minute, which are counted elsewhere. The others are kept until the next fold."""
         places = {place: origins.copy() for place, origins in self.accepted(minute).items()}
-        streams = {run: stream for (_, stream), held in places.items() for run, _ in held.runs()}
+        streams = {run: stream for (_, stream), origins in places.items() for run, _ in origins.runs()}
         self.gone.update(settled)
-        for held in places.values():
-            held.remove(settled)
-        self.held.pop(minute, None)
+        for origins in places.values():
+            origins.remove(settled)
+        self.unfolded.pop(minute, None)
         self._discard_packed(minute)
         for place, origins in places.items():
             self.load_packed(minute, place, PackedOrigins.of(origins).runs)
@@ -243,8 +245,8 @@ class OriginSets:
             self._raise_floor(run, stream)
         for known in self._all_sets():
             known.remove(settled)
-        for held in places.values():
-            for run, numbers in held.runs():
+        for origins in places.values():
+            for run, numbers in origins.runs():
                 self._pack_around(run, numbers)
         self.reported_sets = {key: origins for key, origins in self.reported_sets.items() if origins}
         self.retries.prune()
@@ -298,14 +300,22 @@ class OriginSets:
         yield from self.reported_sets.values()
         yield from self.retries.every()
 
-    def _held_incarnations(self) -> set[str]:
-        young = (run.incarnation for places in self.held.values() for held in places.values() for run, _ in held.runs())
+    def _known_incarnations(self) -> set[str]:
+        young = (
+            run.incarnation
+            for places in self.unfolded.values()
+            for origins in places.values()
+            for run, _ in origins.runs()
+        )
         return {*young, *(run.incarnation for run in self._kept)}
 
     def _raise_floor(self, run: SequenceKey, stream: str) -> None:
         """To the run's first number that no `fold` has seen; without one, above everything that was folded."""
         young = [
-            numbers.min() for places in self.held.values() for held in places.values() if (numbers := held.numbers(run))
+            numbers.min()
+            for places in self.unfolded.values()
+            for origins in places.values()
+            if (numbers := origins.numbers(run))
         ]
         before = floor = self.floors.get(run, 0)
         if is_of_topic(run.incarnation):
@@ -329,7 +339,7 @@ class OriginSets:
         """Of a topic of others: the first number from the floor on that no `fold` has seen. Another reader may still read it. So
         may it read numbers behind it, which are in `gone` until then, or until there is no room for more of them.
 
-        young: the lowest held number.
+        young: the lowest unfolded number.
         """
         gone, first = self.gone.numbers(run), floor
         while not (missing := span(first, first + _STRIDE) - gone - self.kept(run, span(first, first + _STRIDE))):
@@ -355,12 +365,12 @@ class OriginSets:
         return end
 
     def find_gone(self, before_ms: int) -> list[str]:
-        """Incarnations of which no minute is held and that no report has named since.
+        """Incarnations of which no minute is known and that no report has named since.
 
         Not those of topics of others: somebody may read their history again, and then it must not count anew.
         """
         old = {name for name, at_ms in self.last_named.items() if at_ms < before_ms and not is_of_topic(name)}
-        return sorted(old - self._held_incarnations()) if old else []
+        return sorted(old - self._known_incarnations()) if old else []
 
     def forget(self, incarnation: str) -> None:
         """Drop everything about an incarnation that has no minutes left and will not report again."""

@@ -15,7 +15,7 @@ from services.observer.ledger.origins import Origins, SequenceKey, clip, span
 class ReportedOrigins:
     """A set of origins. In some ranges of numbers it holds only the kept events that are not in the set.
 
-    So it can be asked about held or kept events alone: in such a range every other number would seem to be in the set, too.
+    So it can be asked about unfolded or kept events alone: in such a range every other number would seem to be in the set, too.
     """
 
     __slots__ = ("_absent", "_listed", "_ranges")
@@ -31,11 +31,11 @@ class ReportedOrigins:
         return bool(self._listed) or bool(self._ranges)
 
     def __and__(self, other: Origins) -> Origins:
-        """A new set. other: only held or kept events."""
+        """A new set. other: only unfolded or kept events."""
         return Origins((run, self.among(run, numbers)) for run, numbers in other.runs())
 
     def among(self, run: SequenceKey, numbers: BitMap) -> BitMap:
-        """Those of `numbers` that are in the set, in a new bitmap. numbers: only held or kept events."""
+        """Those of `numbers` that are in the set, in a new bitmap. numbers: only unfolded or kept events."""
         found = self._listed.numbers(run) & numbers
         ranges = self._ranges.numbers(run)
         if ranges.intersect(numbers):
@@ -63,7 +63,7 @@ class ReportedOrigins:
             self.add(run, numbers)
 
     def discard(self, run: SequenceKey, numbers: BitMap) -> None:
-        """Take these out of the set. numbers: only held or kept events."""
+        """Take these out of the set. numbers: only unfolded or kept events."""
         self._listed.discard(run, numbers)
         ranges = self._ranges.numbers(run)
         if ranges.intersect(numbers):
@@ -75,7 +75,7 @@ class ReportedOrigins:
         self._absent.remove(origins)
 
     def remove_from(self, origins: Origins) -> None:
-        """Take the set out of `origins`, which are held or kept events."""
+        """Take the set out of `origins`, which are unfolded or kept events."""
         if self._ranges.meets(origins):
             origins.remove(self & origins)
         else:

@@ -29,7 +29,7 @@ class Ordered(NamedTuple):
 class RetryTracker:
     """By step of expel. handed_over: to the retrier. released: of these, the ones that the retrier gave back. held: parked or
     redriven, in a topic that expel itself reads. dead: among the dead letters. An event is in one of handed_over, held and
-    dead. lost: by step of expel and of the retrier, the events that `judge` found last.
+    dead. lost: by step of expel and of the retrier, the events that `find_lost` found last.
 
     Grows with origins that wait for another attempt or are dead, packed, and with the seconds in which they were due.
     """
@@ -127,7 +127,7 @@ class RetryTracker:
     def _by_outcome(self) -> dict[Outcome, dict[Step, Spans]]:
         return {"retrying": self.handed_over, "released": self.released, "parked": self.held, "dead": self.dead}
 
-    def judge(
+    def find_lost(
         self, step: Step, released_by: int, settled_by: int, ended: Sequence[ReportedOrigins]
     ) -> dict[Step, Origins]:
         """The events that are lost at this step of expel and at its step of the retrier, for `lost`. Forgets ended events.
@@ -146,8 +146,8 @@ class RetryTracker:
                     at_expel.update(came)
         return {retrier_of(step): at_retrier, step: at_expel}
 
-    def judge_held(self, step: Step, done: int | None, now: int, slack: int, delivered: ReportedOrigins) -> None:
-        """Find the held events that should have been read again, for the next `judge`. Times in ms.
+    def find_unread(self, step: Step, done: int | None, now: int, slack: int, delivered: ReportedOrigins) -> None:
+        """Find the held events that should have been read again, for the next `find_lost`. Times in ms.
 
         done: expel has read and settled every event that was held before this time. It stays while the destination is paused.
         """
@@ -202,7 +202,7 @@ class RetryTracker:
         return self.held.get(step, Spans()).all()
 
     def count_waiting(self, step: Step) -> int:
-        """The events that were handed over or are held, without the lost ones; as of the last `judge`."""
+        """The events that were handed over or are held, without the lost ones; as of the last `find_lost`."""
         waiting = sum(
             len(origins) for known in (self.handed_over, self.held) for origins in known.get(step, Spans()).values()
         )

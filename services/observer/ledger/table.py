@@ -36,7 +36,7 @@ class Ages(msgspec.Struct, frozen=True):
 RETRY_SLACK_MS = 120_000
 """An event is lost for so long after the time at which the retrier and expel say that they are done with it: a partition may be
 between two owners, and clocks differ."""
-_JUDGE_EVERY_MS = 5_000
+_SEARCH_EVERY_MS = 5_000
 _START_MS = 3_000
 """What ingest or a transform reports within this time after the first report of a destination may have been stored before."""
 
@@ -93,7 +93,7 @@ class Table:
         self.returns: dict[Step, tuple[int, int, int]] = {}
         """Three times by step of expel. Every returned event that was due before the first (s) is settled. Those due before the
         second (s) will be, once expel has settled everything that was stored at the third (ms)."""
-        self._judged_at = 0
+        self._searched_at = 0
         self._dropped: dict[int, int] = {}
         """By minute of which only waiting or dead events are held: the number of ages from `drop` on that it has passed."""
         self._rows: dict[Key, Row] = {}
@@ -222,13 +222,14 @@ class Table:
     def tick(self, now: int) -> TickResult:
         """Let time pass. The cost grows with the number of open minutes."""
         self._forget_touched()
-        verdicts = [] if 0 <= now - self._judged_at < _JUDGE_EVERY_MS else self._judge(now)  # our clock may be set back
+        is_early = 0 <= now - self._searched_at < _SEARCH_EVERY_MS  # our clock may be set back
+        verdicts = [] if is_early else self._find_lost(now)
         final: list[Row] = []
         given_up: list[Finding] = []
         for minute in self.origin_sets.minutes():
             age = now - (minute + 1) * MINUTE_MS
             if age < self.ages.final:
-                self._hold(minute, now)
+                self._await_results(minute, now)
                 continue
             for verdict in self._finish(minute, now):
                 verdicts.append(verdict)
@@ -238,7 +239,7 @@ class Table:
             if over == 3 or over > self._dropped.get(minute, 0):
                 given_up += self._give_up(minute, now)
                 self._drop(minute, over)
-            elif age >= self.ages.fold and minute in self.origin_sets.held and self._is_final(minute):
+            elif age >= self.ages.fold and minute in self.origin_sets.unfolded and self._is_final(minute):
                 self._fold(minute)
         self._drop_rows(now)
         self.found = {key: at for key, at in self.found.items() if now - at < FOUND_FOR_MS}
@@ -250,9 +251,9 @@ class Table:
             self.offsets.forget(incarnation)
         return TickResult(verdicts, final, given_up)
 
-    def _judge(self, now: int) -> list[Finding]:
+    def _find_lost(self, now: int) -> list[Finding]:
         """Find the events that the retrier or expel lost. Returns the final parts of which more is missing by that."""
-        self._judged_at = now
+        self._searched_at = now
         if self.finality.newer_ms and now - self.finality.newer_ms < self.ages.drop:
             return []  # unread reports may have settled them
         retries = self.origin_sets.retries
@@ -268,8 +269,8 @@ class Table:
             ended = self.origin_sets.ended(step)
             held_up_to = self.liveness.done_up_to(step, now, "held")
             delivered = self.origin_sets.reported(step, "delivered")
-            retries.judge_held(step, held_up_to, now, RETRY_SLACK_MS, delivered)
-            lost |= retries.judge(step, self.released_by, self._returns_settled_by(step, now), ended)
+            retries.find_unread(step, held_up_to, now, RETRY_SLACK_MS, delivered)
+            lost |= retries.find_lost(step, self.released_by, self._returns_settled_by(step, now), ended)
         changed = retries.changed(lost)
         if not changed:
             return []
@@ -319,11 +320,11 @@ class Table:
                 found += [Finding(row, part) for part in parts]
         return found
 
-    def _hold(self, minute: int, now: int) -> None:
+    def _await_results(self, minute: int, now: int) -> None:
         """Before a minute may be final: see whether its results come late."""
         for pipe in self.flow.pipes:
             if (row := self._find(pipe, minute)).accepted:
-                self.finality.hold(row, now)
+                self.finality.await_results(row, now)
 
     def _give_up(self, minute: int, now: int) -> list[Finding]:
         keys = [key for pipe in self.flow.pipes if not self.finality.is_closed(key := (pipe, minute))]

@@ -5,7 +5,6 @@ here: histories of the whole fleet have a model of the groups in its place (test
 """
 
 import asyncio
-import hashlib
 import random
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -16,8 +15,8 @@ from typing import Any
 from services.core.broker.contract import Broker, Start
 from services.core.broker.errors import BrokerError
 from services.core.broker.record import Batch
-from tests.simulation.clock import follow, seed_everything
-from tests.simulation.machine import EndlessError, Machine, Process
+from tests.simulation.history import History
+from tests.simulation.machine import Process
 from tests.simulation.readers.kafka_world import KafkaWorld
 from tests.simulation.readers.kinesis_world import KinesisWorld
 from tests.simulation.readers.log_world import LogWorld
@@ -25,8 +24,6 @@ from tests.simulation.readers.member import DRAIN_S, Work, run_process
 from tests.simulation.readers.oracle import Oracle
 from tests.simulation.readers.watch import Watch
 from tests.simulation.readers.world import World
-from tests.simulation.verdict import Verdict
-from tests.support.virtual_loop import Deadlock
 
 STREAM, WAITING = "orders", "p.retry"
 EARLY, LATE = "p.early", "p.late"
@@ -121,14 +118,12 @@ def _direct(choice: Choice, subject: str) -> Choice:
     )
 
 
-class ReaderHistory:
+class ReaderHistory(History):
     """The world of one seed."""
 
     def __init__(self, seed: int, tell: Callable[[str], None] | None = None) -> None:
-        self.seed, self.choice = seed, choose(seed)
-        self.rng = random.Random(seed * 7919 + 5)
-        self._tell, self._hash = tell, hashlib.sha256()
-        self.machine = Machine(self.rng, self.trace)
+        super().__init__(seed, seed * 7919 + 5, tell)
+        self.choice = choose(seed)
         self.oracle = Oracle()
         self.world = self.choice.world(self.machine, self.rng, self.oracle, self.trace)
         self.world.record_bytes = RECORD_BYTES if self.choice.subject == "bulk" else 1
@@ -142,28 +137,16 @@ class ReaderHistory:
         self._operator = Process(self.machine, "operator")
         self.world.attach(self._operator)
 
-    def trace(self, line: str) -> None:
-        """A part of what happens."""
-        text = f"{self.machine.time() - 1000:9.3f} {line}" if hasattr(self, "machine") else line
-        self._hash.update(text.encode())
-        if self._tell is not None:
-            self._tell(text)
+    def _all_processes(self) -> list[Process]:
+        return [*self._processes, self._operator]
 
-    def run(self) -> Verdict:
-        """Everything, to the verdict."""
-        verdict = Verdict(self.seed)
-        with follow(self.machine):
-            try:
-                self.machine.run(self._live(verdict))
-            except (Deadlock, EndlessError) as error:
-                verdict.complaints.append(f"the readers stand still: {error}")
-            finally:
-                self.machine.finish([*self._processes, self._operator])
-                self.world.close()
+    def _throw_away(self) -> None:
+        super()._throw_away()
+        self.world.close()
+
+    def _failures(self) -> list[str]:
         # aiokafka leaves the error of a request for commits behind, which it repeats.
-        verdict.complaints += [one for one in self.machine.failures if "exception was never retrieved" not in one][:5]
-        verdict.digest = self._hash.hexdigest()[:16]
-        return verdict
+        return [one for one in super()._failures() if "exception was never retrieved" not in one]
 
     # Processes.
 
@@ -195,7 +178,7 @@ class ReaderHistory:
             self.trace(f"{name} {group} processed e{number} at {batch.topic}[{batch.partition}] {batch.offsets[index]}")
             self.oracle.process(group, number)
 
-        work = Work(self.rng, processed, lambda: self.world.is_calm, partial(watch.take, group))
+        work = Work(self.rng, processed, lambda: self.world.is_calm, partial(watch.record_batch, group))
         self._works[name, group] = work
         self._watches[name, group] = watch
         return work
@@ -289,7 +272,7 @@ class ReaderHistory:
 
     # The history.
 
-    async def _live(self, verdict: Verdict) -> None:
+    async def _live(self) -> None:
         choice, rng = self.choice, self.rng
         self.trace(f"seed {self.seed}: {choice}")
         self.world.make_topics(self.topics)
@@ -307,20 +290,19 @@ class ReaderHistory:
         writing = asyncio.create_task(self._write(until))
         await self._trouble(until)
         await writing
-        await self._end_well(verdict)
+        await self._end_well()
         if watching is not None:
             watching.cancel()
         await self._down()
-        verdict.figures = {
+        self.verdict.figures = {
             "events": len(self.oracle.events),
             "repeated": self.oracle.repeated,
             "processes": len(self._processes),
-            "turns": self.machine.turns,
-            "virtual_s": int(self.machine.time() - 1000),
         }
 
-    async def _end_well(self, verdict: Verdict) -> None:
+    async def _end_well(self) -> None:
         """Without faults everything must be read."""
+        complaints = self.verdict.complaints
         self.trace("calm")
         self.world.calm()
         for process in self._alive():
@@ -328,21 +310,21 @@ class ReaderHistory:
         if self.rng.random() < 0.5:
             await self._step_over()  # else whatever stands still must go on without a restart
         if not await self._settle():
-            verdict.complaints.append(f"never read: {self._first_missing()}")
+            complaints.append(f"never read: {self._first_missing()}")
         else:
             for topic in self.topics:
                 self.world.write(topic)
             if not await self._settle():
-                verdict.complaints.append(f"fresh records are not read: {self._first_missing()}")
-        if not verdict.complaints and not self.oracle.complaints and (behind := await self._still_behind()):
-            verdict.complaints.append(f"behind, with nothing left to read: {behind}")
-        verdict.complaints += self.oracle.complaints
+                complaints.append(f"fresh records are not read: {self._first_missing()}")
+        if not complaints and not self.oracle.complaints and (behind := await self._still_behind()):
+            complaints.append(f"behind, with nothing left to read: {behind}")
+        complaints += self.oracle.complaints
 
     async def _watch_memory(self) -> None:
         while True:
             await asyncio.sleep(0.1)
             for key, work in self._works.items():
-                self._watches[key].hold(work.consumer)
+                self._watches[key].check_fetched(work.consumer)
 
     async def _write(self, until: float) -> None:
         while self.machine.time() < until:
@@ -401,9 +383,3 @@ class ReaderHistory:
             f"{group}: {len(left)}, first e{left[0]} at {events[left[0]].topic}[{events[left[0]].line}] {events[left[0]].offset}"
             for group, left in self.oracle.missing(self.choice.groups).items()
         )
-
-
-def run_readers(seed: int, tell: Callable[[str], None] | None = None) -> Verdict:
-    """The history of a seed, judged."""
-    seed_everything(seed)
-    return ReaderHistory(seed, tell).run()

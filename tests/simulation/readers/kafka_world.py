@@ -99,10 +99,10 @@ class KafkaWorld(World):
         self._waiting.setdefault(partition, []).extend(events)
         self.trace(f"append e{events[0].number}.. to {topic}[{line}] at {base}, {count}")
         partition.append(pack_batch(records, **how), count, now, **how)
-        self._note_stored(partition)
+        self._record_stored(partition)
         return events
 
-    def _note_stored(self, partition: Partition) -> None:
+    def _record_stored(self, partition: Partition) -> None:
         """Below the last stable offset: readers may have it, and must get it."""
         stable, still = partition.log.stable, []
         for event in self._waiting.get(partition, []):
@@ -182,7 +182,7 @@ class KafkaWorld(World):
 
     def _catch_up(self, partition: Partition) -> None:
         partition.catch_up()
-        self._note_stored(partition)
+        self._record_stored(partition)
 
     def _elect(self, topic: str, leader: int, *, is_clean: bool) -> None:
         """Unclean: some of what was stored is cut off, and often at once something else is stored there."""
@@ -213,7 +213,7 @@ class KafkaWorld(World):
         for event in self.oracle.of(topic, life, number):
             if event.state in ("gone", "forbidden") and event.offset >= end:
                 event.offset += 1 << 40  # what is stored here later is something else
-        self._note_stored(partition)
+        self._record_stored(partition)
 
     def _depose(self, topic: str, seconds: float) -> None:
         """Often the new leader stores as many records as were lost, and nothing behind them."""
@@ -246,7 +246,7 @@ class KafkaWorld(World):
                 if partition.leader in partition.zeros:
                     node = next(each for each in NODES if each not in partition.zeros)
                     partition.elect(node, partition.log.end)
-                    self._note_stored(partition)
+                    self._record_stored(partition)
                     self.trace(f"operator: node {node} leads {name}[{number}]")
 
     def _transact(self, topic: str, seconds: float) -> None:
@@ -275,7 +275,7 @@ class KafkaWorld(World):
             self.trace(f"{topic}[{number}]: a transaction of e{events[0].number}.. ends, {is_commit=}")
             if not is_commit:
                 self.oracle.lose(events)
-            self._note_stored(partition)
+            self._record_stored(partition)
 
         self.machine.call_later(self.rng.choice((0.0, seconds)), end, context=WORLD)
 

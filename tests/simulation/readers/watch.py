@@ -72,7 +72,7 @@ class Watch:
         if is_reached:
             self._ended[group] = self._now(), self._process.freezes
 
-    def take(self, group: str, batch: Batch) -> None:
+    def record_batch(self, group: str, batch: Batch) -> None:
         """A poll returned this. Those of one poll come in one moment."""
         size = sum(len(record.key or b"") + len(record.value or b"") for record in batch.records)
         at, before = self._polled.get(group, (0.0, 0))
@@ -81,8 +81,8 @@ class Watch:
         if size > POLL_BYTES + self._largest_batch:
             self._complain(f"{group}: one poll returned {size} bytes")
 
-    def hold(self, consumer: Consumer | None) -> None:
-        """Look at what a member of Kafka has fetched and nobody has polled, as aiokafka has it."""
+    def check_fetched(self, consumer: Consumer | None) -> None:
+        """Check how much a member of Kafka has fetched that nobody has polled, as aiokafka has it."""
         client = getattr(consumer, "_client", None)
         results = [] if client is None else list(client._fetcher._records.values())
         parts = [part for one in results if (part := getattr(one, "_partition_records", None)) is not None]

@@ -28,7 +28,8 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.key_marks import write_key_marks
 from services.core.metrics import INGEST_BYTES
-from services.core.pipes import PipeFile, Stream
+from services.core.pipe_stream import Stream
+from services.core.pipes import PipeFile
 from services.core.provision import Recorder, ensure_topics
 from services.core.topic_names import AUDIT
 from services.fleet.dead.audit import read_audit

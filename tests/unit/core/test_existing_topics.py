@@ -40,7 +40,8 @@ from services.core.existing_topics import (
 from services.core.ledger.accumulator import _ORIGIN
 from services.core.ledger.report import MAX_NUMBER
 from services.core.pipe_references import find_broken_references
-from services.core.pipes import PipeFile, Stream
+from services.core.pipe_stream import Stream
+from services.core.pipes import PipeFile
 from services.core.provision import find_absent
 from tests.support.existing_cases import NUMBERS, ONLY_HEADERS, PARSED_HERE, PAYLOADS, TIMES
 

@@ -23,7 +23,7 @@ from services.core.broker.connect import open_broker
 from services.core.credentials import (
     BadCredential,
     Credentials,
-    Held,
+    LiveValue,
     read_credentials,
     read_tls,
     read_value,
@@ -272,7 +272,7 @@ def sample(name: str) -> float:
 @pytest.mark.usefixtures("_often")
 async def test_a_file_that_cannot_be_used_leaves_the_value(tmp_path: Path) -> None:
     """Broken: a typing mistake stops deliveries or sends them without a token; or after it was mended it is not read."""
-    path, value, stopping = tmp_path / "token", Held("T1"), asyncio.Event()
+    path, value, stopping = tmp_path / "token", LiveValue("T1"), asyncio.Event()
     webhook = Webhook.model_validate({"url": "https://example.com", "auth": {"bearer": {"file": "token"}}})
     write(path, "T1")
     (watch,) = watch_credentials("late/kept", webhook, tmp_path, Credentials(value))
@@ -306,7 +306,7 @@ def terms(name: str, key: str) -> list[float | None]:
 async def test_the_end_of_a_token_is_shown(tmp_path: Path) -> None:
     """Broken: a token expires at night, and no alert came before; or the alert of the token before it never ends."""
     webhook = Webhook.model_validate({"url": "https://example.com", "auth": {"bearer": {"file": "token"}}})
-    (watch,) = watch_credentials("late/jwt", webhook, tmp_path, Credentials(Held("T1")))
+    (watch,) = watch_credentials("late/jwt", webhook, tmp_path, Credentials(LiveValue("T1")))
     shown = []
     for text in (
         jwt(iat=1_000, exp=5_000),
@@ -325,7 +325,7 @@ async def test_the_end_of_a_token_is_shown(tmp_path: Path) -> None:
         assert issued == pytest.approx(time.time(), abs=60)
     header = {"name": "Authorization", "value": {"env": "CRM"}}
     webhook = Webhook.model_validate({"url": "https://example.com", "auth": {"header": header}})
-    assert watch_credentials("late/env", webhook, tmp_path, Credentials(Held(f"Bearer {jwt(iat=1, exp=2)}"))) == []
+    assert watch_credentials("late/env", webhook, tmp_path, Credentials(LiveValue(f"Bearer {jwt(iat=1, exp=2)}"))) == []
     assert terms("late/env", "auth.header.value") == [1, 2]
 
 
@@ -338,7 +338,7 @@ def noted(name: str, key: str) -> list[float | None]:
 
 async def test_the_date_beside_a_secret(tmp_path: Path) -> None:
     """Broken: the line with the date becomes part of the secret; it expires without a word; or its age is not shown."""
-    path, held = tmp_path / "client.secret", Held("s0")
+    path, held = tmp_path / "client.secret", LiveValue("s0")
     oauth = {"token_url": "https://login.example.org/", "client_id": "p", "client_secret": {"file": "client.secret"}}
     webhook = Webhook.model_validate({"url": "https://example.com", "auth": {"oauth": oauth}})
     (watch,) = watch_credentials("late/noted", webhook, tmp_path, Credentials(held))
@@ -403,7 +403,7 @@ async def test_a_rotated_token_is_read_when_the_old_one_is_refused(
 async def test_one_read_of_the_file_serves_all_refused_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: a file system that hangs takes all threads of expel, or holds a lane's requests for ever."""
     monkeypatch.setattr(authorization, "READ_TIMEOUT_S", 0.01)
-    value, reads, go_on = Held("T1"), 0, threading.Event()
+    value, reads, go_on = LiveValue("T1"), 0, threading.Event()
 
     def read() -> str:
         nonlocal reads
@@ -426,7 +426,7 @@ async def test_one_read_of_the_file_serves_all_refused_requests(monkeypatch: pyt
 
 async def test_a_value_that_was_replaced_meanwhile_is_used_at_once() -> None:
     """Broken: an older value that is still being read replaces a newer one."""
-    value = Held("T1")
+    value = LiveValue("T1")
     header = SecretHeader(value, Credential.bearer, lambda: "T1")
     old = await header.get()
     value.current = "T2"

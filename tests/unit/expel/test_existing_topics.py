@@ -23,8 +23,8 @@ from services.core.existing_topics import Translation
 from services.core.ledger.accumulator import Sets
 from services.core.ledger.first_reader import FirstReader, LateStart
 from services.core.ledger.report import TELEMETRY, Report, decode_report, unpack_numbers
+from services.core.pipe_stream import Stream
 from services.core.pipe_topic import TopicTarget
-from services.core.pipes import Stream
 from services.core.times import format_time
 from services.expel.delivery import Delivery, OffsetRun
 from services.expel.dispatcher import Dispatcher

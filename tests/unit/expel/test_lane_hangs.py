@@ -13,7 +13,7 @@ from services.core import progress
 from services.core.broker.connect import open_broker
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.pipes import load_pipes
-from services.core.progress import LIMIT_S, LOOK_S, ProgressWatch, Step
+from services.core.progress import CHECK_EVERY_S, LIMIT_S, ProgressWatch, Step
 from services.core.provision import ensure_topics
 from services.expel.dispatcher import Dispatcher
 from services.expel.retry_policy import RetryLimits
@@ -27,31 +27,31 @@ from tests.unit.expel.receiver import wait_until
 from tests.unit.expel.running_expel import running_expel
 from tests.unit.expel.running_lane import DEAD, P0, Running, run_lane
 
-LOOKS = 6
+CHECKS = 6
 """Of a lane that hangs, in these tests."""
 
 
 @pytest.fixture(autouse=True)
-def few_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_is_stuck", lambda one: one.looks >= LOOKS)
+def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_is_stuck", lambda one: one.unchanged >= CHECKS)
 
 
-def test_looks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: a step with a longer time limit, or one of many short steps of one kind, counts as stuck; or nothing ever does."""
     monkeypatch.undo()
     number, steps = iter(range(1000)), list[Step]()
     watch = ProgressWatch(lambda: [*steps, Step("other", next(number))])
     steps = [Step("short", 1), Step("long", 1, 2 * LIMIT_S)]
     found = []
-    for _ in range(round(2 * LIMIT_S / LOOK_S) + 1):
-        watch.look()
+    for _ in range(round(2 * LIMIT_S / CHECK_EVERY_S) + 1):
+        watch.check()
         found.append(watch.why_not_alive())
     steps.pop(0)
-    watch.look()
-    assert watch.why_not_alive() == f"long (for {2 * LIMIT_S + LOOK_S:.0f} s)"
-    assert found.index(f"short (for {LIMIT_S:.0f} s)") == found.count(None) == round(LIMIT_S / LOOK_S)
+    watch.check()
+    assert watch.why_not_alive() == f"long (for {2 * LIMIT_S + CHECK_EVERY_S:.0f} s)"
+    assert found.index(f"short (for {LIMIT_S:.0f} s)") == found.count(None) == round(LIMIT_S / CHECK_EVERY_S)
     steps.clear()
-    watch.look()
+    watch.check()
     assert watch.why_not_alive() is None
 
 
@@ -63,8 +63,8 @@ async def hang(*_: object, **__: object) -> Never:
 async def look(running: Running, watch: ProgressWatch) -> str | None:
     """As many looks as a hung lane has, with some turns of a working one between them."""
     (consumer,) = running.broker.consumers
-    for _ in range(LOOKS + 1):
-        watch.look()
+    for _ in range(CHECKS + 1):
+        watch.check()
         polls = consumer.polls
         for _ in range(20):
             if consumer.polls > polls + 1:
@@ -106,10 +106,10 @@ async def test_a_lane_that_works_or_waits_is_alive() -> None:
     async with run_lane([make_record(n) for n in range(2000)], answer_slowly, timeout=30.0, max_events=100) as running:
         watch = ProgressWatch(running.lane.steps)
         await wait_until(lambda: missed > 0)
-        for _ in range(LOOKS + 1):
+        for _ in range(CHECKS + 1):
             seen = missed
             await wait_until(lambda seen=seen: missed > seen)  # type: ignore[misc]
-            watch.look()
+            watch.check()
         assert watch.why_not_alive() is None, "each request takes its time"
 
 
@@ -203,7 +203,7 @@ async def test_a_join_or_a_leave_that_hangs_is_found(
             monkeypatch.undo()
             released.set()
         await wait_until(lambda: len(running.broker.consumers) == 2)
-        watch.look()
+        watch.check()
         assert watch.why_not_alive() is None
 
 
@@ -217,8 +217,8 @@ pipes:
 
 async def test_the_service_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: nobody asks the watch, so nothing starts the process again."""
-    monkeypatch.setattr(progress, "LOOK_S", 0.01)
-    monkeypatch.setattr(progress, "_is_stuck", lambda one: one.looks >= 300)  # an idle poll of the log takes 100
+    monkeypatch.setattr(progress, "CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(progress, "_is_stuck", lambda one: one.unchanged >= 300)  # an idle poll of the log takes 100
     monkeypatch.setattr(WebhookSender, "send", hang)
     (tmp_path / "pipes.yaml").write_text(PIPES)
     url, management = f"log://{tmp_path}/log", f"127.0.0.1:{free_port()}"

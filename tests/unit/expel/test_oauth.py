@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from services.core import oauth
 from services.core.authorization import Credential, NoCredential, mask_secret
 from services.core.broker.connect import open_broker
-from services.core.credentials import Held
+from services.core.credentials import LiveValue
 from services.core.http_client import HttpClient, Response
 from services.core.http_failure import Failure
 from services.core.net_guard import NetPolicy
@@ -70,7 +70,7 @@ class Case:
         self.client = OAuthClient(
             "late/hook",
             make_config(**more),
-            Held(SECRET),
+            LiveValue(SECRET),
             self.server,
             self.counted.append,
             lambda: self.now,
@@ -249,7 +249,7 @@ async def open_sender(
             max_body=MAX_TOKEN_RESPONSE,
         ) as tokens,
     ):
-        authorization = OAuthClient("late/hook", make_config(token_url), Held(SECRET), tokens, counted.append)
+        authorization = OAuthClient("late/hook", make_config(token_url), LiveValue(SECRET), tokens, counted.append)
         yield WebhookSender(client, "late", form, SigningKeys(), 1_000_000, authorization)
 
 

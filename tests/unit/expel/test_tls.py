@@ -15,7 +15,7 @@ from aiohttp import web
 from prometheus_client import REGISTRY
 
 from services.core import http_client
-from services.core.credentials import BadCredential, Held, read_credentials, read_tls, watch_credentials
+from services.core.credentials import BadCredential, LiveValue, read_credentials, read_tls, watch_credentials
 from services.core.http_client import HttpClient
 from services.core.http_failure import classify
 from services.core.net_guard import NetPolicy, parse_networks
@@ -57,7 +57,7 @@ def trusted(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 @asynccontextmanager
 async def open_client(
-    certificate: Path, host: str, *, tls: Held[ssl.SSLContext] | None = None, clients: Path | None = None
+    certificate: Path, host: str, *, tls: LiveValue[ssl.SSLContext] | None = None, clients: Path | None = None
 ) -> AsyncIterator[tuple[HttpClient, list[bytes]]]:
     """A client of a receiver with this certificate, which it reaches under the name `host`; and what that was sent.
 
@@ -121,8 +121,8 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("company") / "other")
 
 
-async def held(folder: Path, **files: Path) -> Held[ssl.SSLContext]:
-    return Held((await asyncio.to_thread(read_tls, Tls.model_validate(files), folder))[1])
+async def held(folder: Path, **files: Path) -> LiveValue[ssl.SSLContext]:
+    return LiveValue((await asyncio.to_thread(read_tls, Tls.model_validate(files), folder))[1])
 
 
 async def test_a_receiver_with_a_companys_own_authority(company: Authority, certificate: Path, tmp_path: Path) -> None:

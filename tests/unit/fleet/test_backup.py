@@ -38,7 +38,7 @@ from services.fleet.backup.checkpoints import copy_checkpoint, read_checkpoints,
 from services.fleet.backup.create import Made, Show, Source, create_backup
 from services.fleet.backup.manifest import read_manifest
 from services.fleet.backup.restore import check_backup, restore_backup
-from services.fleet.folder import FleetState, describe_loss, hold_folder, take_restored, write_state
+from services.fleet.folder import FleetState, describe_loss, lock_folder, take_restored, write_state
 from services.fleet.problem import CommandFailed
 from services.registry import entries, object_log
 from tests.faults.registry_child import make_schema, open_registrar
@@ -343,7 +343,7 @@ def test_a_killed_restore_is_no_data_folder(tmp_path: Path, monkeypatch: pytest.
         if not (data / "restore.unfinished").exists():
             assert content(DataFolder(data / "log"), "in", 0) == (0, [b"a", b"b"]) if (data / "log").exists() else True
         else:
-            with pytest.raises(CommandFailed, match="did not finish"), hold_folder(data):
+            with pytest.raises(CommandFailed, match="did not finish"), lock_folder(data):
                 pass
             with pytest.raises(CommandFailed, match="did not finish"):
                 restore_backup(made.folder, data, "me", nothing)

@@ -21,7 +21,8 @@ from services.core.dead_letter import DeadLetter, Position
 from services.core.event import FAULT, ID, ORIGIN, REDRIVEN
 from services.core.existing_topics import Translation
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
-from services.core.pipes import PipeFile, Stream
+from services.core.pipe_stream import Stream
+from services.core.pipes import PipeFile
 from services.core.provision import ensure_topics
 from services.core.retry_state import read_state, unwrap
 from services.core.times import parse_time
@@ -32,9 +33,9 @@ from services.fleet.dead.found import DeadLetterSearch, Filter, restore, with_pa
 from services.fleet.dead.redrive import REMEDIES, Redrive, RedriveTargets
 from services.fleet.dead.view import letter_json
 from services.fleet.doctor.checks.events import find_letters
+from services.fleet.doctor.collectors import broker as collectors
+from services.fleet.doctor.collectors.broker import collect_broker
 from services.fleet.doctor.facts import Facts
-from services.fleet.doctor.looks import broker as looks
-from services.fleet.doctor.looks.broker import look_at_broker
 from services.fleet.problem import CommandFailed
 from services.fleet.verbs.dead import _redrive, list_found
 from tests.support.dead_letters import BASE, DEAD
@@ -496,7 +497,7 @@ async def test_the_doctor_counts_new_letters_that_nobody_redrove(
 ) -> None:
     """Broken: the doctor stays red after each letter was sent again, or its command and --since miss letters whose events were
     tried for days."""
-    monkeypatch.setattr(looks, "WINDOW_S", 0.0)
+    monkeypatch.setattr(collectors, "WINDOW_S", 0.0)
     now = time.time_ns() // 1_000_000
     days = {"first_failure": now - 75 * 3600 * 1000, "now_ms": now - 60_000, "destination": "invoices"}
     await bury(broker, [letter(0), *(letter(number, **days) for number in (1, 2, 3))])
@@ -507,7 +508,7 @@ async def test_the_doctor_counts_new_letters_that_nobody_redrove(
     facts.broker.url = f"log://{tmp_path}/data/log"
 
     async def found() -> list[tuple[str, int]]:
-        await look_at_broker(facts)
+        await collect_broker(facts)
         return [(finding.what, len(await numbers(broker, new))) for finding in find_letters(facts)]
 
     assert facts.pipes is not None

@@ -23,7 +23,7 @@ import pytest
 from services.core.broker.log.data_folder import refuse_network
 from services.core.management import serve_management
 from services.fleet import probe
-from services.fleet.folder import FleetState, hold_folder, read_state, write_state
+from services.fleet.folder import FleetState, lock_folder, read_state, write_state
 from services.fleet.plan import FleetPlan
 from services.fleet.ports import free_port
 from services.fleet.probe import Probes
@@ -126,7 +126,7 @@ async def test_the_state_file_does_not_come_back(bench: Bench, monkeypatch: pyte
 
     monkeypatch.setattr("services.fleet.supervisor.write_state", write)
     holding = ExitStack()
-    await asyncio.to_thread(holding.enter_context, hold_folder(bench.data))
+    await asyncio.to_thread(holding.enter_context, lock_folder(bench.data))
     async with bench.run("ingest") as fleet:
         await until_state(bench, lambda state: bool(state.processes))
         slow = True
@@ -442,19 +442,19 @@ def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
 def test_one_fleet_a_folder(tmp_path: Path) -> None:
     """Broken: two fleets write to one log and checkpoint, each believing it is alone."""
     with (
-        hold_folder(tmp_path / "data"),
+        lock_folder(tmp_path / "data"),
         pytest.raises(CommandFailed, match="another fleet"),
-        hold_folder(tmp_path / "data"),
+        lock_folder(tmp_path / "data"),
     ):
         raise AssertionError("must not be entered")
-    with hold_folder(tmp_path / "data"):
+    with lock_folder(tmp_path / "data"):
         pass
 
 
 def test_folder_that_cannot_be(tmp_path: Path) -> None:
     """Broken: a typo in --data gives a traceback."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(CommandFailed, match="Not a directory") as caught, hold_folder(tmp_path / "file" / "data"):
+    with pytest.raises(CommandFailed, match="Not a directory") as caught, lock_folder(tmp_path / "file" / "data"):
         raise AssertionError("must not be entered")
     assert caught.value.status == 2
 
@@ -463,6 +463,6 @@ def test_network_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Broken: locks and fsync are trusted where they do not hold."""
     mounts = f"/dev/sda1 / ext4 rw 0 0\nserver:/export {tmp_path} nfs4 rw 0 0\n"
     monkeypatch.setattr("services.fleet.folder.refuse_network", functools.partial(refuse_network, mounts=mounts))
-    with pytest.raises(CommandFailed, match="network file system") as caught, hold_folder(tmp_path / "data"):
+    with pytest.raises(CommandFailed, match="network file system") as caught, lock_folder(tmp_path / "data"):
         raise AssertionError("must not be entered")
     assert caught.value.status == 2

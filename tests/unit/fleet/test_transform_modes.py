@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.core.pipes import Transform
+from services.core.pipe_transform import Transform
 from services.fleet.transform_modes import _REASONS, expected_modes
 
 SQL = {"sql": "SELECT event, value FROM s"}

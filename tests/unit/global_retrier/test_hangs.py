@@ -7,13 +7,13 @@ from pathlib import Path
 from services.core.broker.contract import Appended, Appender
 from services.core.broker.errors import Unavailable
 from services.core.broker.record import Batch, Record, TopicPartition
-from services.core.progress import LIMIT_S, LOOK_S, ProgressWatch
+from services.core.progress import CHECK_EVERY_S, LIMIT_S, ProgressWatch
 from services.core.topic_names import DELAYS_S, delay_topic
 from services.global_retrier.delay_queue import DelayQueue
 from services.global_retrier.retrier import RetrierProcessor
 from tests.unit.global_retrier.river import River, make_record, make_state, open_river
 
-LOOKS = round(LIMIT_S / LOOK_S)
+LOOKS = round(LIMIT_S / CHECK_EVERY_S)
 
 
 class Troubled:
@@ -38,7 +38,7 @@ class Troubled:
 async def look(processor: RetrierProcessor) -> str | None:
     watch = ProgressWatch(processor.steps)
     for _ in range(LOOKS + 1):
-        watch.look()
+        watch.check()
         await asyncio.sleep(0)
     return watch.why_not_alive()
 
@@ -70,15 +70,15 @@ async def test_a_retrier_that_hangs_is_found(tmp_path: Path) -> None:
         await until_answered(appender, 1)
         watch = ProgressWatch(processor.steps)
         for _ in range(LOOKS):
-            watch.look()
+            watch.check()
         assert watch.why_not_alive() is None
         mover = processor._mover
         tries = mover.tries[source]
         async with River.patience():
             while mover.tries[source] == tries:
                 await River.pause()
-        watch.look()
-        watch.look()
+        watch.check()
+        watch.check()
         assert watch.why_not_alive() is None, "the broker is down, and each try is a step"
 
         appender.trouble = "hangs"

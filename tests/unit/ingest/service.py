@@ -12,7 +12,7 @@ from services.core.broker.record import Record
 from services.core.broker.retry import AppendPolicy
 from services.core.key_marks import KeyMarker
 from services.core.offset_token import mark_of
-from services.core.pipes import Stream
+from services.core.pipe_stream import Stream
 from services.ingest.access import Access
 from services.ingest.app import OPENAPI
 from services.ingest.endpoint import Endpoint

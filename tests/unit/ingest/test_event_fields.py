@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.pipes import Stream
+from services.core.pipe_stream import Stream
 from services.ingest.event_fields import FUTURE_MS, field_reader, read_ids, read_keys, read_times
 from services.ingest.intake import Intake
 from services.ingest.json_events import Items

@@ -111,9 +111,9 @@ async def test_a_new_leader_that_cannot_be_asked_holds_up_nobody(monkeypatch: py
     monkeypatch.setattr(reader.group, "describe", move_one)
     reader.client.epoch, reader.group.cut = EPOCH + 1, 3
     reader.consumer._checked_at = float("-inf")
-    assert await reader.consumer._find_changed({other: (3, EPOCH)}, {other: EPOCH + 1}) == set()
+    assert await reader.consumer._log.find_changed({other: (3, EPOCH)}, {other: EPOCH + 1}) == set()
     reader.group.cut = 1
-    assert await reader.consumer._find_changed({other: (3, EPOCH)}, {other: EPOCH + 1}) == {other}
+    assert await reader.consumer._log.find_changed({other: (3, EPOCH)}, {other: EPOCH + 1}) == {other}
 
 
 async def test_a_former_leader_does_not_say_that_nothing_was_cut_off() -> None:
@@ -137,7 +137,7 @@ async def test_partitions_that_are_read_in_two_lives_of_a_topic(number: int) -> 
     old, other = TopicPartition(TOPIC, number), TopicPartition(TOPIC, 1 - number)
     reader.own.metadata[old] = reader.own.metadata[old]._replace(topic=str(UUID(int=1)))
     reader.client.epoch, reader.group.cut = EPOCH + 1, 3
-    assert await reader.consumer._find_changed({other: (3, EPOCH)}) == {old}
+    assert await reader.consumer._log.find_changed({other: (3, EPOCH)}) == {old}
 
 
 async def test_a_log_that_is_cut_off_while_records_are_examined_is_read_from_the_cut(

@@ -24,7 +24,7 @@ from services.core.broker.kafka.reader import Damaged
 from services.core.broker.record import Batch, Damage, Record, TopicPartition
 from services.core.event import TIME, read_arrival
 from services.core.existing_topics import Translation
-from services.core.pipes import Stream
+from services.core.pipe_stream import Stream
 
 _ONE, _TWO = TopicPartition("t", 1), TopicPartition("t", 2)
 

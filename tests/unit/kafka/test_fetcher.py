@@ -17,7 +17,7 @@ from services.core.broker.kafka import aiokafka_internals
 from services.core.broker.kafka.aiokafka_internals import BoundedFetcher, FetchBudget
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.fetch_by_id import FetchById, FetchByIdResponse
-from services.core.broker.kafka.offsets import fetch, time_of
+from services.core.broker.kafka.leaders import fetch, time_of
 from services.core.broker.record import TopicPartition
 from tests.unit.kafka.test_scan import flip, make_batch
 

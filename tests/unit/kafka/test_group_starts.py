@@ -12,7 +12,7 @@ from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import TopicExists, Unavailable
 from services.core.broker.kafka import positions, reader
 from services.core.broker.kafka.cluster import Cluster, TopicState
-from services.core.broker.kafka.offsets import Fetched
+from services.core.broker.kafka.leaders import Fetched
 from services.core.broker.kafka.positions import GROUPS, GroupStart, GroupStarts
 from services.core.broker.record import Record, TopicPartition
 

@@ -534,9 +534,9 @@ def test_the_histories_have_every_code() -> None:
     ("machine", "times"),
     [
         (ProduceFreeingNumbers, "stored [02] times"),  # by what comes first: another batch with the number, or a repeat
-        (ProduceChangingNumbers, "stored 2 times"),
-        (ProduceChangingOldEpochs, "stored 2 times"),
-        (ProduceRepeatingDuplicates, "stored 2 times"),
+        (ProduceChangingNumbers, "stored [2-9] times"),
+        (ProduceChangingOldEpochs, "stored [2-9] times"),
+        (ProduceRepeatingDuplicates, "stored [2-9] times"),
     ],
 )
 def test_the_histories_find_the_faults_for_which_they_were_made(machine: type[Produce], times: str) -> None:

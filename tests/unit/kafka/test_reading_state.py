@@ -13,7 +13,8 @@ from structlog.testing import capture_logs
 
 from services.core.broker.kafka import aiokafka_internals as module
 from services.core.broker.kafka.aiokafka_internals import AHEAD_BYTES, POLL_BYTES, BoundedFetcher, FetchBudget
-from services.core.broker.kafka.offsets import CommitMetadata, EpochHistory
+from services.core.broker.kafka.log_truncation import EpochHistory
+from services.core.broker.kafka.offsets import CommitMetadata
 from services.core.broker.kafka.record_batch import drop_aborted, end_of, epochs_of, readable_rows
 from services.core.broker.kafka.topic_settings import warn_of_short_offsets
 

@@ -11,7 +11,7 @@ from aiokafka.record.util import calc_crc32c
 
 from services.core.broker.errors import DataDamaged, Unavailable
 from services.core.broker.kafka import reader
-from services.core.broker.kafka.offsets import Fetched
+from services.core.broker.kafka.leaders import Fetched
 from services.core.broker.kafka.reader import find_damage
 from services.core.broker.kafka.record_batch import Unreadable, find_unreadable, first_offset
 from services.core.broker.record import TopicPartition

@@ -16,7 +16,7 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch
 from services.core.ledger.report import TELEMETRY
-from services.core.progress import LIMIT_S, LOOK_S, ProgressWatch
+from services.core.progress import CHECK_EVERY_S, LIMIT_S, ProgressWatch
 from services.core.provision import ensure_topics
 from services.core.signing import SigningKeys
 from services.core.topic_names import CONTROL
@@ -25,7 +25,7 @@ from services.observer.app import _Parts
 from services.observer.settings import ObserverSettings
 from tests.unit.observer.letters import PIPES
 
-LOOKS = round(LIMIT_S / LOOK_S)
+LOOKS = round(LIMIT_S / CHECK_EVERY_S)
 READERS = {"shop.dead": "reading dead letters", TELEMETRY: "reading reports", CONTROL: "reading pauses"}
 
 
@@ -84,7 +84,7 @@ async def look(parts: _Parts, stuck: str = "") -> str | None:
     """What the watch says after the time limit, in which every loop but the stuck one has turned again and again."""
     watch = ProgressWatch(parts.steps)
     for _ in range(LOOKS + 1):
-        watch.look()
+        watch.check()
         before = {step.what: step.token for step in parts.steps()}
         async with asyncio.timeout(600):
             while any(step.token == before.get(step.what) for step in parts.steps() if step.what != stuck):
@@ -98,7 +98,7 @@ async def test_readers_that_hang_are_found(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(module, "FOLLOW_S", 0.01)
     for module in (dead_letters, follower):
         monkeypatch.setattr(module, "TURN_S", 0.01)
-    monkeypatch.setattr(standby, "LOOK_S", 0.01)
+    monkeypatch.setattr(standby, "POLL_WAIT_S", 0.01)
     monkeypatch.setattr(follower, "RECOVER_EVERY_S", 0.01)
     async with running(tmp_path) as (parts, reader):
         async with asyncio.timeout(600):

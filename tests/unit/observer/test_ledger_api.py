@@ -65,7 +65,7 @@ async def address(tmp_path: Path, minute: int, tokens: Tokens, audited: list[Ent
             hear(follower.table, report)
 
         def judge(pipe: str, now: int) -> health.Health:
-            return health.judge(follower.table, follower.planned, pipe, now, 0.01)
+            return health.find_health(follower.table, follower.planned, pipe, now, 0.01)
 
         async def audit(action: str, who: str, window: Mapping[str, str]) -> None:
             await write_act(producer, action, who, window)

@@ -12,7 +12,7 @@ from services.core.ledger.report import LagSet
 from services.core.ledger.reporter import LagTap
 from services.core.pauses import Pause
 from services.observer.follower import Follower
-from services.observer.health import Health, judge, list_pauses
+from services.observer.health import Health, find_health, list_pauses
 from services.observer.ledger.flow import Flow, PipeFlow
 from services.observer.ledger.table import Table
 from services.observer.planned import PlannedWindows
@@ -88,7 +88,7 @@ def test_what_the_retrier_tells_counts_once() -> None:
     table = Table(flow)
     for report in reports:
         hear(table, report)
-    reasons = judge(table, PlannedWindows(), "raw", NOW, 0.01).reasons
+    reasons = find_health(table, PlannedWindows(), "raw", NOW, 0.01).reasons
     assert "3 events of the last 15 minutes went to the dead letters" in reasons
     assert "3 events of the last 15 minutes wait for another attempt" in reasons
 

@@ -16,17 +16,8 @@ from services.core.broker.errors import NotAllowed, UnknownTopic
 from services.core.broker.existing import NO_EXISTING, ExistingTopics
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.error_codes import NOT_ALLOWED, UNKNOWN_TOPIC, UNKNOWN_TOPIC_ID, bounded, raise_for
-from services.core.broker.kafka.offsets import (
-    EARLIEST,
-    LagMeter,
-    commit_without_member,
-    copy_positions,
-    ends,
-    fetch_positions,
-    list_offsets,
-    partitions_of,
-    starts,
-)
+from services.core.broker.kafka.leaders import EARLIEST, LagMeter, ends, list_offsets, partitions_of, starts
+from services.core.broker.kafka.offsets import commit_without_member, copy_positions, fetch_positions
 from services.core.broker.kafka.positions import GROUPS, Append, GroupStart, GroupStarts
 from services.core.broker.kafka.protocol import DeleteByIdRequest, DescribeTopicsRequest, GroupRightsRequest
 from services.core.broker.kafka.reader import read_at
@@ -163,7 +154,7 @@ class KafkaAdmin:
 
     async def next_at_least(self, topic: str) -> dict[int, int]:
         """As in the contract: the ends."""
-        return {partition: held.end for partition, held in (await self.describe(topic)).items()}
+        return {partition: stored.end for partition, stored in (await self.describe(topic)).items()}
 
     async def fence(self, topic: str) -> dict[int, int]:
         """As in the contract: the ends."""

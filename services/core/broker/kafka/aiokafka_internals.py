@@ -21,7 +21,9 @@ from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.error_codes import CORRUPT, FENCED, raise_for
 from services.core.broker.kafka.eviction import client_id, name_process
 from services.core.broker.kafka.fetch_by_id import FetchById, FindId, is_refused
-from services.core.broker.kafka.offsets import CommitMetadata, EpochHistory, by_topic
+from services.core.broker.kafka.leaders import by_topic
+from services.core.broker.kafka.log_truncation import EpochHistory
+from services.core.broker.kafka.offsets import CommitMetadata
 from services.core.broker.kafka.record_batch import epochs_of
 from services.core.broker.record import TopicPartition
 
@@ -48,7 +50,7 @@ class FetchBudget:
         self._limit = limit
         self._held: dict[object, int] = {}
 
-    def hold(self, member: object, size: int) -> None:
+    def set_size(self, member: object, size: int) -> None:
         """This member holds this much now."""
         self._held[member] = size
 
@@ -129,7 +131,7 @@ class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
         by_id = [(node, FetchById(request, lambda source: self.find_id(source))) for node, request in named]
         requests = [(node, request) for node, request in by_id if request.topics]
         waiting = self.waiting_bytes()
-        self._budget.hold(self, waiting)
+        self._budget.set_size(self, waiting)
         if waiting >= AHEAD_BYTES:
             requests = []
         elif self._budget.is_spent:

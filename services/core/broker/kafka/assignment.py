@@ -12,7 +12,8 @@ from aiokafka import ConsumerRebalanceListener
 from services.core.broker.contract import OnRevoke
 from services.core.broker.errors import BrokerError
 from services.core.broker.kafka.aiokafka_internals import Generation
-from services.core.broker.kafka.offsets import CommitMetadata, EpochHistory
+from services.core.broker.kafka.log_truncation import EpochHistory
+from services.core.broker.kafka.offsets import CommitMetadata
 from services.core.broker.kafka.positions import StartPositions
 from services.core.broker.record import Batch, TopicPartition
 

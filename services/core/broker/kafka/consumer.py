@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, NoReturn
@@ -29,7 +28,9 @@ from services.core.broker.kafka.assignment import Assignment
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.error_codes import bounded, classify, find_cause
 from services.core.broker.kafka.eviction import evict_dead
-from services.core.broker.kafka.offsets import CommitMetadata, LagMeter, find_cuts, partitions_of
+from services.core.broker.kafka.leaders import LagMeter, partitions_of
+from services.core.broker.kafka.log_check import Epochs, LogCheck
+from services.core.broker.kafka.offsets import CommitMetadata
 from services.core.broker.kafka.positions import GroupStarts, find_positions
 from services.core.broker.kafka.reader import ErrorFactory, find_damage, find_gaps
 from services.core.broker.kafka.record_batch import make_batch
@@ -79,13 +80,9 @@ class FreezeDetector:
 
 
 _Fetched = Mapping[KafkaPartition, list[Any]]
-_Epochs = Mapping[KafkaPartition, list[tuple[int, int]]]
-"""Of fetched records, each with its first offset."""
 
 _GRACE = 0.05
 """Seconds beyond getmany's own time-out, which does not count while a rebalance runs."""
-_NEW_LEADER_S = 2.0
-"""Seconds in which a new leader has to say where its log was cut off; meanwhile no record is returned."""
 
 
 class SharedResources(NamedTuple):
@@ -145,6 +142,7 @@ class KafkaConsumer:
         self._client, self._own = client, assigned
         self._group, self._start, self._freeze_detector = group, start, freeze_detector
         self._positioning, self._committing = asyncio.Lock(), asyncio.Lock()
+        self._log = LogCheck(shared.cluster, assigned, group)
         self._lag = LagMeter(shared.cluster)
         self._dealt: dict[str, int] = {}
         self._checked_at = asyncio.get_running_loop().time()
@@ -192,7 +190,7 @@ class KafkaConsumer:
             await asyncio.sleep(_GRACE)
         return certain
 
-    def _epochs_of(self, fetched: _Fetched) -> _Epochs:
+    def _epochs_of(self, fetched: _Fetched) -> Epochs:
         """The epochs that wrote these records. To be asked before the next await: aiokafka fetches on meanwhile, and what it gets
         from a log that was cut off may take the place of what is known of these offsets."""
         return {
@@ -200,17 +198,17 @@ class KafkaConsumer:
             for source, rows in fetched.items()
         }
 
-    async def _may_return(self, fetched: _Fetched, epochs: _Epochs, epoch: int) -> bool:
+    async def _may_return(self, fetched: _Fetched, epochs: Epochs, epoch: int) -> bool:
         """Whether the fetched records may be returned: this member owns them, in the same log. Else they are read again."""
         if fetched and self._freeze_detector.has_frozen() and not await self._confirm_membership(epoch):
             return False
-        suspects, newer = self._find_suspects(epochs)
+        suspects, newer = self._log.find_suspects(epochs)
         now = asyncio.get_running_loop().time()
         if not suspects and now - self._checked_at < self._cluster.timing.metadata:
             return True
         certain = False
         try:
-            changed = await self._find_changed(suspects, newer)
+            changed = await self._log.find_changed(suspects, newer)
             self._checked_at = now
             if changed and epoch == self._own.epoch:
                 await self._own.reassign(changed)
@@ -223,62 +221,6 @@ class KafkaConsumer:
             if not certain:
                 self._seek_back()
         return certain
-
-    def _find_suspects(
-        self, epochs: _Epochs
-    ) -> tuple[dict[TopicPartition, tuple[int, int]], dict[TopicPartition, int]]:
-        """Partitions whose fetched records have another leader epoch than those before: (next offset, the epoch before), and
-        the newest epoch of those records."""
-        suspects: dict[TopicPartition, tuple[int, int]] = {}
-        newer: dict[TopicPartition, int] = {}
-        for kafka_source, now in epochs.items():
-            source = TopicPartition(*kafka_source)
-            before = self._own.last_read(source)
-            if before is not None and now and now[0][1] != before[1]:
-                suspects[source], newer[source] = before, now[-1][1]
-        return suspects, newer
-
-    async def _find_changed(
-        self, suspects: Mapping[TopicPartition, tuple[int, int]], fetched: Mapping[TopicPartition, int] | None = None
-    ) -> set[TopicPartition]:
-        """Owned partitions of topics that were created again; if there are none, those whose log was cut off below the next
-        offset, of the suspects and of partitions with a new leader: nothing may be stored behind that offset for long.
-        fetched: as in `find_cuts`."""
-        own = self._own
-        lives = {source: own.metadata[source].topic for source in own.owned - own.unpositioned}
-        topics = await self._cluster.describe_agreed(sorted({source.topic for source in lives})) if lives else {}
-        anew = {source for source, read in lives.items() if source.topic in topics and topics[source.topic].id != read}
-        if anew:
-            return anew  # not lost if a suspect's leader cannot be asked; suspects are read again, and asked about then
-        newest = {source: topics[source.topic].epoch_of(source.partition) for source in lives if source.topic in topics}
-        led_anew = own.find_led_anew(newest)
-        newer = {source: epoch for source, epoch in (fetched or {}).items() if source in suspects}
-        newer |= {source: max(newest[source], newer.get(source, -1)) for source in led_anew.keys() & suspects.keys()}
-        cuts = await find_cuts(self._cluster, suspects, {s.topic: lives[s] for s in suspects}, fetched=newer)
-        own.validated |= {s: (suspects[s][0], newest[s]) for s in led_anew.keys() & suspects.keys() - cuts.keys()}
-        nodes: defaultdict[int, dict[TopicPartition, tuple[int, int]]] = defaultdict(dict)
-        for source in led_anew.keys() - suspects.keys():
-            nodes[topics[source.topic].partitions[source.partition].leader][source] = led_anew[source]
-        found = await asyncio.gather(*(self._find_cut_behind(asked, lives, newest) for asked in nodes.values()))
-        return set(cuts).union(*found)
-
-    async def _find_cut_behind(
-        self,
-        read: Mapping[TopicPartition, tuple[int, int]],
-        lives: Mapping[TopicPartition, str],
-        newest: Mapping[TopicPartition, int],
-    ) -> set[TopicPartition]:
-        """Those of one new leader that were cut off. A leader that cannot be asked holds up nobody, because none of its records
-        was fetched yet: it is asked again at the next check."""
-        ids = {source.topic: lives[source] for source in read}
-        try:
-            async with asyncio.timeout(_NEW_LEADER_S):
-                cuts = await find_cuts(self._cluster, read, ids, fetched={source: newest[source] for source in read})
-        except (BrokerError, TimeoutError) as error:
-            log.info("kafka_log_unknown", group=self._group, error=str(error) or "no answer")
-            return set()
-        self._own.validated |= {source: (at, newest[source]) for source, (at, _) in read.items() if source not in cuts}
-        return set(cuts)
 
     def _seek_back(self) -> None:
         """Read again from behind the last returned record."""
@@ -336,7 +278,7 @@ class KafkaConsumer:
             self._seek_back()
         ids = {source.topic: own.metadata[source].topic for source in wanted}
         read = {source: last for source in wanted if (last := own.last_read(source)) is not None}
-        changed = await self._find_changed(read)
+        changed = await self._log.find_changed(read)
         if changed:  # the others are read again, and fail again
             if epoch == own.epoch:
                 await own.reassign(changed)
@@ -375,7 +317,7 @@ class KafkaConsumer:
                 self._own.failed[source] = fault
                 self._client.pause(KafkaPartition(*source))
 
-    def _make_batches(self, fetched: _Fetched, epochs: _Epochs) -> list[Batch]:
+    def _make_batches(self, fetched: _Fetched, epochs: Epochs) -> list[Batch]:
         own = self._own
         batches = []
         for (topic, partition), rows in fetched.items():

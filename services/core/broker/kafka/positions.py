@@ -7,7 +7,7 @@ remove records that a group without a commit has not read, unnoticed.
 Three cases in which the commit does not decide:
 - Kafka has expired it: the record says that the group has begun, so it stops instead of beginning again.
 - It is for an earlier topic of the same name: the group begins with the oldest record of the new topic.
-- It is beyond the offset at which the log was cut off (`find_cuts`): the group goes on at the cut.
+- It is beyond the offset at which the log was cut off (`find_truncations`): the group goes on at the cut.
 
 A partition that was added to the topic after the group began is read from its beginning, whatever `Start` says: its first
 records are new. The number of partitions when the group began is in the metadata of every commit.
@@ -27,17 +27,9 @@ from services.core import metrics
 from services.core.broker.contract import Start, TopicSpec, start_in
 from services.core.broker.errors import BrokerError, DataDamaged, PositionLost, TopicExists, Unavailable, UnknownTopic
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.offsets import (
-    EARLIEST,
-    CommitMetadata,
-    Committed,
-    Ids,
-    ends,
-    fetch_committed,
-    find_cuts,
-    list_offsets,
-    starts,
-)
+from services.core.broker.kafka.leaders import EARLIEST, Ids, ends, list_offsets, starts
+from services.core.broker.kafka.log_truncation import find_truncations
+from services.core.broker.kafka.offsets import CommitMetadata, Committed, fetch_committed
 from services.core.broker.kafka.reader import ErrorFactory, read_at
 from services.core.broker.record import Batch, Record, TopicPartition
 
@@ -244,7 +236,7 @@ async def _confirm_epochs(
         for source in sources
         if (epoch := found.metadata[source].epoch) is not None
     }
-    if await find_cuts(cluster, read, ids):
+    if await find_truncations(cluster, read, ids):
         raise Unavailable("a partition got another leader while the group's position in it was found")
 
 
@@ -285,7 +277,7 @@ async def _go_to_cuts(cluster: Cluster, group: str, found: StartPositions, ids: 
         for source, note in found.metadata.items()
         if note.epoch is not None and source not in found.fresh and source not in found.lost
     }
-    cuts = await find_cuts(cluster, read, ids)
+    cuts = await find_truncations(cluster, read, ids)
     first = await list_offsets(cluster, dict.fromkeys(cuts, EARLIEST), ids)
     for source, cut in cuts.items():
         metrics.BROKER_LOGS_CUT_OFF.labels(group.removeprefix(prefix), source.topic.removeprefix(prefix)).inc()

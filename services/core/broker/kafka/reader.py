@@ -10,7 +10,7 @@ from typing import NamedTuple
 from services.core.broker.contract import MAX_POLL_BYTES
 from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRange, Unavailable, UnknownTopic
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.offsets import (
+from services.core.broker.kafka.leaders import (
     EARLIEST,
     REMEDY,
     Ids,
@@ -78,16 +78,16 @@ async def find_damage(
     """
     turn = asyncio.Semaphore(_AT_ONCE)
 
-    async def look(source: TopicPartition, offset: int) -> Damaged | BrokerError | None:
+    async def examine(source: TopicPartition, offset: int) -> Damaged | BrokerError | None:
         async with turn:
             try:
                 return await _find_damage_in(cluster, source, offset, ids)
             except BrokerError as error:
                 return error
 
-    results = await asyncio.gather(*(look(source, offset) for source, offset in positions.items()))
-    looked = dict(zip(positions, results, strict=True))
-    found = {source: one for source, one in looked.items() if isinstance(one, Damaged)}
+    results = await asyncio.gather(*(examine(source, offset) for source, offset in positions.items()))
+    examined = dict(zip(positions, results, strict=True))
+    found = {source: one for source, one in examined.items() if isinstance(one, Damaged)}
     failed = [one for one in results if isinstance(one, BrokerError)]
     if failed and not found:
         raise failed[0]

@@ -14,7 +14,7 @@ from aiokafka.abc import AbstractTokenProvider
 
 from services.core import metrics
 from services.core.authorization import Credential, NoCredential
-from services.core.credentials import Held
+from services.core.credentials import LiveValue
 from services.core.http_client import HttpClient, Response
 from services.core.kafka_security import Login
 from services.core.msk_token import NoAwsCredentials, make_token
@@ -60,7 +60,7 @@ class Tokens:
         if sasl.oauth is not None:
             count = lambda outcome: metrics.BROKER_TOKEN_REQUESTS.labels(outcome).inc()  # noqa: E731
             post = _Poster(sasl.oauth, login.token_context)
-            self._client = OAuthClient("kafka", sasl.oauth, Held(login.password), post, count, clock)
+            self._client = OAuthClient("kafka", sasl.oauth, LiveValue(login.password), post, count, clock)
         self._used: Credential | None = None
         self._is_refused = False
 

@@ -92,16 +92,16 @@ class LeaseExpiry:
 
     def __init__(self, lease: float) -> None:
         self._lease = lease
-        self._seen: dict[str, tuple[int, float]] = {}
+        self._changed: dict[str, tuple[int, float]] = {}
 
     def find_free(self, rows: Collection[Lease], now: float) -> frozenset[str]:
         """Keys of the rows without a living holder."""
-        seen = {row.key: (row.counter, now) for row in rows}
-        for key, (counter, since) in self._seen.items():
-            if key in seen and seen[key][0] == counter:
-                seen[key] = (counter, since)
-        self._seen = seen
-        return frozenset(row.key for row in rows if row.holder is None or now - seen[row.key][1] >= self._lease)
+        changed = {row.key: (row.counter, now) for row in rows}
+        for key, (counter, since) in self._changed.items():
+            if key in changed and changed[key][0] == counter:
+                changed[key] = (counter, since)
+        self._changed = changed
+        return frozenset(row.key for row in rows if row.holder is None or now - changed[row.key][1] >= self._lease)
 
 
 class LeasePlan(NamedTuple):

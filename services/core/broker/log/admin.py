@@ -46,7 +46,7 @@ class LogAdmin:
 
     async def next_at_least(self, topic: str) -> dict[int, int]:
         """As in the contract: the ends."""
-        return {partition: held.end for partition, held in (await self.describe(topic)).items()}
+        return {partition: stored.end for partition, stored in (await self.describe(topic)).items()}
 
     async def fence(self, topic: str) -> dict[int, int]:
         """As in the contract: the ends."""
@@ -132,7 +132,7 @@ class LogAdmin:
         """As in the contract. A partition that the group has not begun counts from its first record."""
         progress = await self._offsets.use(lambda file: file.progress(group, topic))
         ranges = await self._readers.use(topic, lambda reader: reader.ranges())
-        nexts = {p: progress[p].next if p in progress else held.start for p, held in ranges.items()}
+        nexts = {p: progress[p].next if p in progress else stored.start for p, stored in ranges.items()}
         return await self._readers.use(topic, lambda reader: lag_behind(reader, nexts, self._clock.now_ms()))
 
     async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:

@@ -25,7 +25,7 @@ from services.core.broker.errors import DataDamaged, Unavailable, UnknownTopic
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.groups import GroupPosition
 from services.core.broker.log.high_water_marks import HighWaterMarks, require_no_loss
-from services.core.broker.log.retention import held_off
+from services.core.broker.log.retention import retention_suspended
 from services.core.broker.log.sqlite_file import (
     BusyHandler,
     Meta,
@@ -80,7 +80,7 @@ def take_cut(folder: DataFolder, at_cut: Callable[[], T]) -> Iterator[Cut[T]]:
     Raises DataDamaged when the log does not have what it acknowledged, Unavailable when the locks are not free.
     """
     with ExitStack() as stack:
-        stack.enter_context(held_off(folder))
+        stack.enter_context(retention_suspended(folder))
         with ExitStack() as locks:
             locks.enter_context(folder.locked_catalog())
             stores = _open_topics(folder, stack)

@@ -42,7 +42,7 @@ from services.core.metrics import LOG_COMPACTED, LOG_NOT_COMPACTED, LOG_RETENTIO
 _DELETE_ROWS = 64
 """Per transaction, so that appends never wait long for the write lock."""
 _PASS_MS = 60_000
-"""How long `held_off` waits for a pass under way."""
+"""How long `retention_suspended` waits for a pass under way."""
 _UNREAD_FACTOR = 2
 """Unread records of a group are kept this many times as long as others."""
 _REASONS: dict[type[BrokerError], str] = {DataDamaged: "damaged", StorageFull: "storage_full"}
@@ -85,7 +85,7 @@ def apply_retention_once(folder: DataFolder, clock: WallClock, stop: threading.E
 
 
 @contextmanager
-def held_off(folder: DataFolder) -> Iterator[None]:
+def retention_suspended(folder: DataFolder) -> Iterator[None]:
     """No process applies retention meanwhile. Blocking; waits a minute for a pass under way. Raises Unavailable, OSError."""
     deadline = boot_ms() + _PASS_MS
     fd = os.open(folder.root / "keeper.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

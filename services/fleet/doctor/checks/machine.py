@@ -94,7 +94,7 @@ def find_wrong_clock(facts: Facts) -> Iterator[Finding]:
         names = ", ".join(one.name for one, _ in wrong)
         first = "chronyc tracking   # or timedatectl, on the machine of " + wrong[0][0].address
         yield Finding(f"The clock of {names} is wrong.", evidence, first)
-    now = max(facts.now, facts.broker.newest_at) * 1000  # on a busy machine the look takes longer than SKEW_S
+    now = max(facts.now, facts.broker.newest_at) * 1000  # on a busy machine the collection takes longer than SKEW_S
     late = {topic: at for topic, at in facts.broker.newest.items() if at - now > SKEW_S * 1000}
     if late and not wrong:
         evidence = [f"{topic}: the newest event arrived at {format_time(at)}" for topic, at in late.items()]

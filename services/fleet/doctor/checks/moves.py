@@ -1,4 +1,4 @@
-"""What one look tells about counters: the alerts ask how much they grew in ten minutes, and a look takes five seconds."""
+"""What one collection says about counters: the alerts ask how much they grew in ten minutes, and it takes five seconds."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -52,8 +52,8 @@ def find_secrets(facts: Facts) -> Iterator[Finding]:
 
 
 def find_refused_tokens(facts: Facts) -> Iterator[Finding]:
-    """Destinations whose token server gives no token. It is asked ever more seldom, so most looks see no request: then the last
-    word of the log counts, or that no token was ever given to this process."""
+    """Destinations whose token server gives no token. It is asked ever more seldom, so most collections see no request: then the
+    last word of the log counts, or that no token was ever given to this process."""
     counts: defaultdict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
     for _, labels, value, grown in facts.series("penstock_expel_token_requests_total"):
         words = counts[lane_name(labels["pipe"], labels["destination"])]

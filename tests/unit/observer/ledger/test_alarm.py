@@ -114,35 +114,35 @@ def alive(table: Table, at_ms: int = NOW, *, behind_ms: int = 0) -> None:
 def test_health_names_its_reasons() -> None:
     """Broken: an autoscaler or deployer takes a lossy or silent pipe for a healthy one."""
     table, planned = Table(PLAIN), PlannedWindows()
-    assert health.judge(table, planned, "late", NOW, 0.01).state == "degraded", "nothing was heard yet"
+    assert health.find_health(table, planned, "late", NOW, 0.01).state == "degraded", "nothing was heard yet"
     alive(table)
-    assert health.judge(table, planned, "late", NOW, 0.01) == health.Health("healthy", (), None)
+    assert health.find_health(table, planned, "late", NOW, 0.01) == health.Health("healthy", (), None)
     alive(table, NOW + 1, behind_ms=40_000)
-    assert "transform is behind by 40 s" in health.judge(table, planned, "late", NOW + 1, 0.01).reasons
+    assert "transform is behind by 40 s" in health.find_health(table, planned, "late", NOW + 1, 0.01).reasons
     alive(table, NOW + 2)
     for instance, breaker in (("one", "closed"), ("two", "open")):
         said = beat("expel", "late", "ops", at_ms=NOW + 2)
         hear(table, msgspec.structs.replace(said, instance=instance, breaker=breaker))
-    assert health.judge(table, planned, "late", NOW + 2, 0.01).reasons == ("the breaker of ops is open",)
+    assert health.find_health(table, planned, "late", NOW + 2, 0.01).reasons == ("the breaker of ops is open",)
     hear(table, msgspec.structs.replace(said, instance="two", closed=True))
     hear(table, accept(range(10)))
     hear(table, tell("transform", "late", "passed", range(10)))
     hear(table, tell("expel", "late", "delivered", range(8), destination="ops"))
     table.tick(NOW + 2)
-    found = health.judge(table, planned, "late", NOW + 2, 0.01)
+    found = health.find_health(table, planned, "late", NOW + 2, 0.01)
     assert found == health.Health("unstable", ("2 of 10 events are missing in 1 minute",), None)
     planned.announce(Window("scaling", None, NOW, NOW + 100_000, f"{OURS}expel in 3 -> 2"), NOW)
-    found = health.judge(table, planned, "late", NOW + 2, 0.01)
+    found = health.find_health(table, planned, "late", NOW + 2, 0.01)
     assert (found.state, found.planned) == ("unstable", "scaling"), "scaling is no excuse for loss"
     silent = NOW + 60_000
-    assert health.judge(table, planned, "late", silent, 0.5).state == "degraded", "but for silence"
+    assert health.find_health(table, planned, "late", silent, 0.5).state == "degraded", "but for silence"
     planned.announce(Window("deploy", "late", NOW, NOW + 10, "ci"), NOW)
-    assert health.judge(table, planned, "late", NOW + 2, 0.01).state == "degraded"
-    assert "expel to ops is silent" in health.judge(table, PlannedWindows(), "late", silent, 0.5).reasons
+    assert health.find_health(table, planned, "late", NOW + 2, 0.01).state == "degraded"
+    assert "expel to ops is silent" in health.find_health(table, PlannedWindows(), "late", silent, 0.5).reasons
     assert table.liveness.alive(Step("expel", "late", "ops"), silent) == []
     goodbye = msgspec.structs.replace(beat("transform", "late", at_ms=silent), closed=True)
     hear(table, goodbye)
-    assert "transform was stopped" in health.judge(table, PlannedWindows(), "late", silent, 0.5).reasons
+    assert "transform was stopped" in health.find_health(table, PlannedWindows(), "late", silent, 0.5).reasons
 
 
 def test_what_gets_worse_is_another_alarm() -> None:

@@ -165,14 +165,14 @@ def test_what_ingest_reports_hours_late_counts_in_its_minute() -> None:
         tell_most(minute, 10 * number)
     table.tick(now)
     assert sorted(table.origin_sets.packed) == list(minutes)
-    assert not table.origin_sets.held
+    assert not table.origin_sets.unfolded
     for minute, first in ((minutes[0], 30), (minutes[1], 20), (MINUTE + 120, 40)):
         tell_most(minute, first)
     for _ in range(20):  # the young minute is counted, too
         everybody(table, now)
         table.tick(now)
         now += 600_000
-    assert not table.origin_sets.held
+    assert not table.origin_sets.unfolded
     assert [counted(minute) for minute in minutes] == [(20, 2, 2, 16)] * 2
     hear(table, tell("expel", "late", "delivered", range(50), destination="ops", at_ms=now))
     assert [counted(minute) for minute in minutes] == [(20, 0, 0, 20)] * 2
@@ -217,7 +217,7 @@ def test_a_feeding_pipe_that_is_not_final_keeps_the_fed_one_open() -> None:
 def held(table: Table) -> int:
     """Packed bytes and rows that the table holds, roughly."""
     book = table.origin_sets
-    sets = [origins for places in book.held.values() for origins in places.values()]
+    sets = [origins for places in book.unfolded.values() for origins in places.values()]
     sets += [packed.unpack() for places in book.packed.values() for packed in places.values()]
     bitmaps = sum(len(numbers.serialize()) for origins in sets for _, numbers in origins.runs())
     bitmaps += sum(len(numbers.serialize()) for one in book.reported_sets.values() for _, numbers in one.bounds())

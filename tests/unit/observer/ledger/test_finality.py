@@ -86,7 +86,7 @@ def test_a_destination_that_is_behind_hides_no_loss_of_another() -> None:
     watch.on_final(turn)
     (alarm,) = alarms(watch)
     assert (alarm.body["destination"], alarm.body["missing"], alarm.body["loss"]) == ("lossy", 10, 0.1)
-    judged = health.judge(table, PlannedWindows(), "late", FINAL_MS, 0.01)
+    judged = health.find_health(table, PlannedWindows(), "late", FINAL_MS, 0.01)
     assert (judged.state, judged.reasons[0]) == ("unstable", "10 of 100 events are missing in 1 minute")
     said: dict[str, Any] = row_json(table.row("late", MINUTE, FINAL_MS))
     assert (said["final"], said["missing"], said["lost"], said["final_loss"]) == (False, 100, 10, 0.1)

@@ -76,7 +76,7 @@ class Replay:
     def say(self, name: str) -> None:
         said = self.said[name] = {}
         for pipe in FLOW.pipes:
-            health = self.watch.judge(pipe, self.now)
+            health = self.watch.find_health(pipe, self.now)
             rows = [self.table.row(pipe, minute, self.now) for minute in self.table.minutes(pipe)]
             said[pipe] = {
                 "health": [health.state, len(health.reasons)],

@@ -153,7 +153,7 @@ async def test_reports_about_a_pipe_that_is_gone_change_nothing(broker: Broker) 
     hear(table, tell("expel", "gone", "delivered", range(5), destination="ops", incarnation="b"))
     hear(table, tell("expel", "late", "delivered", range(5), destination="gone", incarnation="b"))
     assert await recovered(table, broker) == []
-    assert not table.origin_sets.held
+    assert not table.origin_sets.unfolded
     assert {step.pipe for step, _ in table.origin_sets.reported_sets} == {"late"}, "a destination may be put back"
     old = Step("expel", "gone", "ops")
     table.origin_sets.apply(tell("expel", "gone", "delivered", range(5), destination="ops", incarnation="b"))

@@ -210,18 +210,18 @@ def test_a_loss_that_is_found_hours_later_makes_the_pipe_unstable_for_a_while() 
     or a restart of the observer ends it."""
     table, found = begin(), LATE + HOUR
     alive(table, found)
-    assert health.judge(table, PlannedWindows(), "raw", found, 0.01).state == "healthy"
+    assert health.find_health(table, PlannedWindows(), "raw", found, 0.01).state == "healthy"
     table.tick(found)
     again = Table(FLOW)
     restore(dump(table, FollowerState(PlannedWindows(), 0)), again)
     for one in (table, again):
         alive(one, found + FOUND_FOR_MS - 1)
         one.tick(found + FOUND_FOR_MS - 1)
-        judged = health.judge(one, PlannedWindows(), "raw", found + FOUND_FOR_MS - 1, 0.01)
+        judged = health.find_health(one, PlannedWindows(), "raw", found + FOUND_FOR_MS - 1, 0.01)
         assert (judged.state, judged.reasons) == ("unstable", ("4 of 10 events are missing in 1 minute",))
         alive(one, found + FOUND_FOR_MS)
         one.tick(found + FOUND_FOR_MS)
-        assert health.judge(one, PlannedWindows(), "raw", found + FOUND_FOR_MS, 0.01).state == "healthy"
+        assert health.find_health(one, PlannedWindows(), "raw", found + FOUND_FOR_MS, 0.01).state == "healthy"
 
 
 @pytest.mark.parametrize("wait", [2_000, 5_000, 15_000])

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 @pytest.fixture(autouse=True)
 async def control(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standby, "LOOK_S", 0.02)
+    monkeypatch.setattr(standby, "POLL_WAIT_S", 0.02)
     await broker.admin.create_topic(TopicSpec(CONTROL, 1))
 
 

@@ -11,7 +11,7 @@ from services.core.broker.log import LogBroker
 from services.core.broker.record import Batch, Record
 from services.core.event import TOPIC_NUMBERS, Origin, offset_of, topic_incarnation
 from services.core.existing_topics import Translation
-from services.core.pipes import Stream
+from services.core.pipe_stream import Stream
 from services.observer.explain import explain
 from services.observer.ledger import origin_sets
 from services.observer.ledger.flow import Flow, PipeFlow, Step
@@ -55,7 +55,7 @@ def test_an_event_counts_in_the_minute_of_the_first_report() -> None:
         settles(table, pipe, destination, range(0), late)
     assert not any(verdict.row.missing for verdict in table.tick(late).verdicts)
     table.tick(late + 10_000)  # the minutes are folded
-    assert not table.origin_sets.held
+    assert not table.origin_sets.unfolded
     reads(table, range(15), MINUTE + 130, "c")  # a group was set back: all of it is counted already
     assert [table.row("two", minute, late).accepted for minute in table.minutes("two")] == [10, 5]
     assert table.row("two", MINUTE, late).missing == 0
@@ -121,7 +121,7 @@ def fold_all(table: Table, numbers: range) -> int:
         settles(table, pipe, destination, range(0), late)
     table.tick(late)
     table.tick(late + 10_000)
-    assert not table.origin_sets.held
+    assert not table.origin_sets.unfolded
     return late
 
 
@@ -145,7 +145,7 @@ def test_a_loss_before_the_place_where_the_first_reader_began_is_seen() -> None:
         settles(table, pipe, destination, range(0), later)
     table.tick(later)
     table.tick(later + 10_000)
-    assert not table.origin_sets.held
+    assert not table.origin_sets.unfolded
     assert table.row("two", MINUTE + 130, later).missing == 3
     assert table.origin_sets.floors[SequenceKey(RUN, 0)] == 1_010
     assert not table.origin_sets.gone

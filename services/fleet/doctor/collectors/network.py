@@ -11,9 +11,9 @@ from yarl import URL
 
 from services.core.expiry import until_of
 from services.core.group_report import GroupReport
+from services.fleet.doctor.collectors.bounds import bounded, describe
+from services.fleet.doctor.collectors.files import webhooks_of
 from services.fleet.doctor.facts import Certificate, Endpoint, Facts
-from services.fleet.doctor.looks.bounds import bounded, describe
-from services.fleet.doctor.looks.files import webhooks_of
 from services.fleet.observer_client import Observer, get_json
 from services.fleet.problem import CommandFailed
 
@@ -24,7 +24,7 @@ _WHERE = ("node", "destination", "text")
 """The words of a drift, for a person."""
 
 
-async def look_at_observer(facts: Facts, observer: Observer) -> None:
+async def collect_observer(facts: Facts, observer: Observer) -> None:
     """The health of each pipe, as the observer judges it. An observer that does not answer is a fact."""
     found = facts.observer
     found.address = observer.address
@@ -40,18 +40,18 @@ async def look_at_observer(facts: Facts, observer: Observer) -> None:
         found.catching_up = bool(body.get("catching_up"))
         found.behind = str(body.get("problem") or "")
         await asyncio.gather(
-            bounded(facts, "the autoscaler's reports", DETAILS_S, _look_at_groups(facts, observer)),
-            bounded(facts, "changed payload fields", DETAILS_S, _look_at_drifts(facts, observer)),
+            bounded(facts, "the autoscaler's reports", DETAILS_S, _collect_groups(facts, observer)),
+            bounded(facts, "changed payload fields", DETAILS_S, _collect_drifts(facts, observer)),
         )
 
 
-async def _look_at_groups(facts: Facts, observer: Observer) -> None:
+async def _collect_groups(facts: Facts, observer: Observer) -> None:
     with suppress(CommandFailed):  # an observer of 0.1 has no such path
         body = await get_json(observer, "/v1/scaling", {})
         facts.observer.groups = tuple(msgspec.convert(one, GroupReport) for one in body["groups"])
 
 
-async def _look_at_drifts(facts: Facts, observer: Observer) -> None:
+async def _collect_drifts(facts: Facts, observer: Observer) -> None:
     """Only of pipes that are not healthy: a drift makes a pipe degraded, unless it was planned."""
     found: list[tuple[str, str]] = []
     for one in facts.observer.pipes:
@@ -63,7 +63,7 @@ async def _look_at_drifts(facts: Facts, observer: Observer) -> None:
     facts.observer.drifts = tuple(found)
 
 
-async def look_at_receivers(facts: Facts) -> None:
+async def collect_receivers(facts: Facts) -> None:
     """Connect to the server of each destination, with TLS where it has it, and close the connection. No request is sent."""
     assert facts.pipes is not None
     lanes: defaultdict[URL, list[str]] = defaultdict(list)

@@ -36,8 +36,8 @@ from services.core.topic_names import (
 )
 from services.core.transform_marks import TransformMarks
 from services.fleet.dead.audit import AuditedActions
+from services.fleet.doctor.collectors.bounds import bounded, describe, in_thread
 from services.fleet.doctor.facts import Facts, Letters
-from services.fleet.doctor.looks.bounds import bounded, describe, in_thread
 
 OPEN_S = 8.0
 READ_S = 8.0
@@ -55,8 +55,8 @@ AT_ONCE = 8
 GroupTopic = tuple[str, str]
 
 
-async def look_at_broker(facts: Facts) -> None:
-    """All of it. Writes nothing. A broker that does not answer is a fact, not a failure of the look."""
+async def collect_broker(facts: Facts) -> None:
+    """All of it. Writes nothing. A broker that does not answer is a fact, not a failure of the collector."""
     found = facts.broker
     kind, _, path = found.url.partition("://")
     found.is_log = kind == "log"
@@ -67,7 +67,7 @@ async def look_at_broker(facts: Facts) -> None:
         async with _opened(facts) as broker:
             if broker is None:
                 return
-            await _look(facts, broker)
+            await _collect_all(facts, broker)
     except (BrokerError, TimeoutError, OSError) as error:
         found.problem = found.problem or describe(error)
 
@@ -126,19 +126,19 @@ async def _opened(facts: Facts) -> AsyncIterator[Broker | None]:
             pass  # the facts are there
 
 
-async def _look(facts: Facts, broker: Broker) -> None:
+async def _collect_all(facts: Facts, broker: Broker) -> None:
     pipes = facts.pipes
     if pipes is None:
         return
     groups = groups_of(pipes)
-    looks: dict[str, Coroutine[Any, Any, None]] = {
+    collectors: dict[str, Coroutine[Any, Any, None]] = {
         "the pauses": _read_pauses(facts, broker, pipes),
         "the transforms that have begun": _read_marks(facts, broker, pipes),
         "the groups": _read_groups(facts, broker, groups),
         "new dead letters": _read_letters(facts, broker, pipes),
         "the newest events": _read_newest(facts, broker, pipes),
     }
-    await asyncio.gather(*(bounded(facts, look, READ_S, work) for look, work in looks.items()))
+    await asyncio.gather(*(bounded(facts, name, READ_S, work) for name, work in collectors.items()))
     if not facts.broker.lags:
         return
     await asyncio.sleep(WINDOW_S)
@@ -189,10 +189,10 @@ async def _read_groups(facts: Facts, broker: Broker, groups: list[GroupTopic], *
 
 async def _find_gaps(facts: Facts, broker: Broker, group: str, topic: str) -> None:
     """Partitions whose next record of the group is no longer stored."""
-    held = await broker.reader.describe(topic)
+    stored = await broker.reader.describe(topic)
     for partition, position in facts.broker.positions[group, topic].items():
-        if partition in held and position < held[partition].start:
-            facts.broker.gaps[group, TopicPartition(topic, partition)] = position, held[partition].start
+        if partition in stored and position < stored[partition].start:
+            facts.broker.gaps[group, TopicPartition(topic, partition)] = position, stored[partition].start
 
 
 async def _read_letters(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
@@ -237,10 +237,10 @@ async def _read_newest(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
             ranges = await broker.reader.describe(topic)
         except UnknownTopic:
             continue
-        facts.broker.ends[topic] = sum(held.end for held in ranges.values())
-        for partition, held in ranges.items():
-            start = max(held.start, held.end - NEWEST_RECORDS)
-            if start >= held.end:
+        facts.broker.ends[topic] = sum(stored.end for stored in ranges.values())
+        for partition, stored in ranges.items():
+            start = max(stored.start, stored.end - NEWEST_RECORDS)
+            if start >= stored.end:
                 continue
             try:
                 batch = await broker.reader.read(topic, partition, start, max_records=NEWEST_RECORDS)

@@ -1,4 +1,4 @@
-"""How the doctor looks: what answers, what does not, and what must not be touched by a look."""
+"""How the doctor collects facts: what answers, what does not, and what must not be touched by it."""
 
 import asyncio
 import datetime
@@ -23,15 +23,15 @@ from services.core.expiry import untils_of_pem
 from services.core.listening import serve_app
 from services.core.pipes import PipeFile
 from services.fleet.doctor.checks import CHECKS
+from services.fleet.doctor.collection import Where, collect_facts
+from services.fleet.doctor.collectors import processes
+from services.fleet.doctor.collectors.bounds import bounded, in_thread
+from services.fleet.doctor.collectors.broker import collect_broker
+from services.fleet.doctor.collectors.files import collect_checkpoints, collect_secrets, collect_snapshot
+from services.fleet.doctor.collectors.network import collect_observer
+from services.fleet.doctor.collectors.processes import collect_processes, parse_line, skew_of, tail
 from services.fleet.doctor.diagnosis import diagnose
 from services.fleet.doctor.facts import Facts, Instance
-from services.fleet.doctor.look import Where, look
-from services.fleet.doctor.looks import processes
-from services.fleet.doctor.looks.bounds import bounded, in_thread
-from services.fleet.doctor.looks.broker import look_at_broker
-from services.fleet.doctor.looks.files import look_at_checkpoints, look_at_secrets, look_at_snapshot
-from services.fleet.doctor.looks.network import look_at_observer
-from services.fleet.doctor.looks.processes import look_at_processes, parse_line, skew_of, tail
 from services.fleet.observer_client import Observer
 from services.fleet.problem import CommandFailed
 from tests.support.ports import free_port
@@ -75,7 +75,7 @@ def _short_window(monkeypatch: pytest.MonkeyPatch) -> None:
 async def answers_of(*addresses: str) -> list[Instance]:
     facts = Facts(NOW)
     facts.instances = [Instance(address, "", address) for address in addresses]
-    await look_at_processes(facts)
+    await collect_processes(facts)
     return facts.instances
 
 
@@ -144,11 +144,11 @@ async def test_a_log_that_is_gone_stays_gone(tmp_path: Path) -> None:
     """Broken: the doctor makes an empty log where acknowledged events were, and the fleet starts on it."""
     facts = Facts(NOW, pipes=PipeFile.model_validate({"streams": {"orders": {}}}))
     facts.broker.url = f"log://{tmp_path / 'log'}"
-    await look_at_broker(facts)
+    await collect_broker(facts)
     assert "is not there" in facts.broker.problem
     assert not (tmp_path / "log").exists()
     (tmp_path / "log" / "topics").mkdir(parents=True)
-    await look_at_broker(facts)
+    await collect_broker(facts)
     assert "orders.db" in facts.broker.problem
 
 
@@ -161,12 +161,12 @@ async def test_a_topic_of_the_log_that_was_deleted(tmp_path: Path) -> None:
     for name in ("orders", "clicks"):
         await asyncio.to_thread(create_topic, folder, TopicSpec(name, 1))
     await asyncio.to_thread(delete_topic, folder, "orders")
-    await look_at_broker(facts)
+    await collect_broker(facts)
     assert facts.broker.problem == ""
     assert "orders" in facts.broker.missing
     assert "clicks" not in facts.broker.missing
     (tmp_path / "log" / "topics" / "clicks.db").unlink()
-    await look_at_broker(facts)
+    await collect_broker(facts)
     assert "clicks.db" in facts.broker.problem
 
 
@@ -181,7 +181,7 @@ def test_checkpoints_are_looked_for_where_they_are(tmp_path: Path, monkeypatch: 
     (tmp_path / "snapshot" / "files.json").write_text(f'{{"{tmp_path}/penstock.yaml": "0-penstock.yaml"}}')
     for setting, expected in (("s3a://bucket/c", []), (str(tmp_path / "c"), [tmp_path / "c" / "shop"])):
         (tmp_path / "snapshot" / "0-penstock.yaml").write_text(f"transform: {{checkpoints: {setting}}}\n")
-        look_at_checkpoints(facts)
+        collect_checkpoints(facts)
         assert [one.path for one in facts.checkpoints] == expected
 
 
@@ -198,7 +198,7 @@ def test_the_oldest_result_of_a_transform(tmp_path: Path) -> None:
         if stored:
             before = time.time()
             blocking.append(tmp_path / "log", "shop.out", {1: [Record(b"k", b"{}", 0)]})
-        look_at_checkpoints(facts)
+        collect_checkpoints(facts)
         (one,) = facts.checkpoints
         assert one.first_result is None or (stored and before - 1 <= one.first_result <= time.time() + 1)
         assert (one.first_result is not None) is stored
@@ -213,13 +213,13 @@ def test_files_of_a_fleet(tmp_path: Path) -> None:
     pipe = {"sources": ["orders"], "destinations": [{"name": "crm", "webhook": webhook}]}
     facts = Facts(NOW, tmp_path, pipes_path=tmp_path / "pipes.yaml")
     facts.pipes = PipeFile.model_validate({"streams": {"orders": {}}, "pipes": {"shop": pipe}})
-    look_at_secrets(facts)
+    collect_secrets(facts)
     assert [(fault.path, "chmod 600" in fault.problem) for fault in facts.files] == [(str(secret), True)]
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot" / "files.json").write_text(f'{{"{tmp_path}/pipes.yaml": "0-pipes.yaml"}}')
     (tmp_path / "snapshot" / "0-pipes.yaml").write_text("a\nb\n")
     (tmp_path / "pipes.yaml").write_text("a\nc\n")
-    look_at_snapshot(facts)
+    collect_snapshot(facts)
     assert "line 2" in facts.changed[0]
 
 
@@ -252,7 +252,7 @@ def test_the_way_to_kafka(tmp_path: Path) -> None:
         {"streams": {"orders": {}}, "pipes": {"shop": {"sources": ["orders"], "destinations": [crm]}}}
     )
     facts.broker.url = f"kafka://k:9093?prefix=acme.&security={tmp_path}/kafka.yaml"
-    look_at_secrets(facts)
+    collect_secrets(facts)
     (one,) = facts.certificates
     assert (one.lanes, one.path, one.until) == ((), own, untils_of_pem(own.read_bytes())[0])
     assert ["chmod 600" in fault.problem for fault in facts.files] == [True]
@@ -261,14 +261,14 @@ def test_the_way_to_kafka(tmp_path: Path) -> None:
 async def test_where_there_is_no_fleet(tmp_path: Path) -> None:
     """Broken: a mistake in --data reads as a healthy fleet, or as a traceback."""
     with pytest.raises(CommandFailed, match="no data folder") as caught:
-        await look(Where(tmp_path / "absent"))
+        await collect_facts(Where(tmp_path / "absent"))
     assert caught.value.status == 2
     with pytest.raises(CommandFailed, match="No such file") as caught:
-        await look(Where(tmp_path, targets=str(tmp_path / "targets.json")))
+        await collect_facts(Where(tmp_path, targets=str(tmp_path / "targets.json")))
     assert caught.value.status == 2
     (tmp_path / "fleet.json").write_text("{")
     with pytest.raises(CommandFailed, match="no state of a fleet"):
-        await look(Where(tmp_path))
+        await collect_facts(Where(tmp_path))
 
 
 async def test_processes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +282,7 @@ async def test_processes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         )
         shown: list[list[str]] = []
         where = Where(tmp_path / "absent", targets=str(tmp_path / "t.json"))
-        facts = await look(where, lambda waiting: shown.append([*waiting]))
+        facts = await collect_facts(where, lambda waiting: shown.append([*waiting]))
     assert shown == [["the processes"], []], "a person who waits sees for what"
     found = diagnose(facts, CHECKS)
     assert [cause.finding.what for cause in found.causes] == ["ingest-1 is dead."]
@@ -322,10 +322,10 @@ async def test_what_the_observer_knows() -> None:
     app.router.add_get("/{path:.*}", answer)
     async with serve_app(app, "127.0.0.1:0") as address:
         facts = Facts(NOW)
-        await look_at_observer(facts, Observer(address))
+        await collect_observer(facts, Observer(address))
         assert facts.observer.drifts == (("b", "expel crm amount: null"), ("b", "ingest amount: null"))
         assert [(one.reason, one.failed) for one in facts.observer.groups] == [("at_max", ("i-1: absent",))]
         assert asked.count("/v1/pipes/b/fields") == len([path for path in asked if path.endswith("/fields")]) == 1
-        await look_at_observer(facts, Observer(address))
+        await collect_observer(facts, Observer(address))
     assert len(facts.observer.pipes) == 3
     assert facts.unknown == {"changed payload fields": "Busy"}

@@ -1,20 +1,27 @@
-"""From the facts about an event to its story: what happened in which order, and where the event is now."""
+"""The story of one event at one destination: what happened in which order, and where the event is now."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
-from services.core.audit import DISCARD, DROP, REDRIVE, RESET, SKIP, Entry, covers, digest_of
+from services.core.audit import DROP, RESET, SKIP
 from services.core.dead_letter import DeadLetter, Position
-from services.core.event import OUTPUTS, REDRIVEN, read_arrival
-from services.core.failed_attempts import PARTIAL, FailedAttempt
+from services.core.event import OUTPUTS
 from services.core.ledger.report import Outcome
 from services.core.masking import mask_text
 from services.core.pipes import Destination, is_retried
 from services.core.retry_state import BREAKER_OPEN, RetryState, state_of
 from services.core.story.facts import DEAD, Event, Facts, failed_attempts_of, lane_of, source_of
-from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, State
-from services.core.story.search import EARLY_MS, Found, time_of
+from services.core.story.model import Lane, Moment, Passage, State
+from services.core.story.moments import (
+    DatedMoment,
+    acts_on,
+    count_attempts,
+    dead_letter_moments,
+    failed_attempt_moment,
+    mask_reason,
+    when,
+)
+from services.core.story.search import Found, time_of
 from services.core.times import format_time
 from services.core.topic_names import (
     DELAYS_S,
@@ -25,13 +32,10 @@ from services.core.topic_names import (
     parked_topic,
     retry_topic,
 )
-from services.core.units import format_count
 
-_SHOWN_OUTPUTS = 20
-_SHOWN_ORIGIN = 100  # bytes; other programs may write any
 _ORDER = [RETRY_IN, *(delay_topic(seconds) for seconds in reversed(DELAYS_S))]
 """The direction in which the retrier moves events."""
-_SILENT = (
+SILENT = (
     "the {} has sent no report after that. It is starting, or does not run, or the ledger is off. Try: penstock status"
 )
 _WHY_NOTHING = {
@@ -43,199 +47,8 @@ _PARKED = parked_topic("")
 _RETRY = retry_topic("")
 
 
-class _Step(NamedTuple):
-    """A moment, and what it means if nothing follows. at_ms: for the order. order: of moments with the same time."""
-
-    at_ms: int
-    order: int
-    moment: Moment
-    state: State
-    now: str
-    position: str | None
-
-
-def tell_event(event: Event, facts: Facts, wanted: Collection[str]) -> EventStory:
-    """The story of one event, in those of the wanted pipes that read its stream, and in those that have records of it."""
-    found = event.record
-    names = _pipes_of(event, facts, wanted)
-    record = None if found is None else found.record
-    arrival = None if record is None else read_arrival(record)
-    return EventStory(
-        stream=None if found is None else found.position.topic,
-        partition=None if found is None else found.position.partition,
-        offset=None if found is None else str(found.position.offset),
-        accepted=None if arrival is None else format_time(arrival),
-        event_time=None if record is None else format_time(record.timestamp),
-        origin=None if event.origin is None else event.origin[:_SHOWN_ORIGIN].decode(errors="replace"),
-        bytes=None if record is None else len(record.value or b""),
-        made_by=event.made_by,
-        copied_by=(),
-        pipes=tuple(_tell_pipe(name, event, facts) for name in names),
-    )
-
-
-def _pipes_of(event: Event, facts: Facts, wanted: Collection[str]) -> list[str]:
-    stream = None if event.record is None else event.record.position.topic
-    reads = [name for name in wanted if event.made_by == name or stream in facts.pipes.pipes[name].sources]
-    named = {lane_of(one, facts.renames)[0] for one in event.side} - {""}
-    is_all = len(wanted) == len(facts.pipes.pipes)  # then also pipes that were removed from the file
-    named = {name for name in named if name in wanted or (is_all and name not in facts.pipes.pipes)}
-    return [*reads, *sorted(named - set(reads))]
-
-
-def _tell_pipe(name: str, event: Event, facts: Facts) -> PipeStory:
-    pipe = facts.pipes.pipes.get(name)
-    passage = None if pipe is None or pipe.transform is None else _tell_transform(name, event, facts)
-    known = {} if pipe is None else {one.name: one for one in pipe.destinations}
-    found = sorted(
-        {lane[1] for one in event.side if (lane := lane_of(one, facts.renames))[0] == name and lane[1]} - known.keys()
-    )
-    lanes = [_LaneTeller(name, one, known.get(one), event, facts, passage).tell() for one in (*known, *found)]
-    return PipeStory(name, passage, tuple(lanes))
-
-
-def _tell_transform(pipe: str, event: Event, facts: Facts) -> Passage:
-    step = ("transform", pipe, None)
-    outputs = tuple(str(found.position) for found in event.outputs.get(pipe, []))[:_SHOWN_OUTPUTS]
-    letters = [found for found in event.side if lane_of(found, facts.renames) == (pipe, "")]
-    steps = [one for found in letters for one in _dead(found, facts.acts, letters)]
-    history = tuple(one.moment for one in sorted(steps, key=_when))
-    if event.made_by == pipe:
-        return Passage("passed", "made by the transform", None, outputs, history)
-    passed = facts.reports.first(event.run, step, "passed")
-    filtered = facts.reports.first(event.run, step, "filtered")
-    if outputs or passed is not None:
-        where = f"passed on to {', '.join(outputs[:3])}" if outputs else "passed on; its output was not found"
-        more = f" and {len(outputs) - 3} more" if len(outputs) > 3 else ""
-        return Passage("passed", where + more, _time(passed), outputs, history)
-    if steps:
-        newest = max(steps, key=_when)
-        return Passage("dead", newest.now, newest.moment.at, outputs, history)
-    if facts.reports.first(event.run, step, "dead") is not None:
-        return Passage("dead", "dead; the dead letter was not found", None, outputs, history)
-    if filtered is not None:
-        return Passage("filtered", _why_no_output(pipe, facts), _time(filtered), outputs, history)
-    if facts.reports.complete and event.run is not None and step in facts.reports.heard:
-        behind, pause = facts.reports.behind.get(step), facts.paused.get(pipe)
-        stored = None if event.record is None else time_of(event.record.record)
-        if stored is not None and facts.reports.done_ms.get(step, 0) > stored + EARLY_MS:
-            return Passage(None, "the transform is past it, and no report has an outcome", None, outputs, history)
-        late = f"; the transform is {behind / 1000:.0f} s behind" if behind else ""
-        late = late if pause is None else f"; the transform is {mask_text(pause.text)}"
-        return Passage(None, f"not transformed yet{late}", None, outputs, history)
-    if facts.reports.complete and event.run is not None:
-        return Passage(None, f"not known: {_SILENT.format('transform')}", None, outputs, history)
-    return Passage(None, "not recorded: reports are kept for a day", None, outputs, history)
-
-
-def _why_no_output(pipe: str, facts: Facts) -> str:
-    """Of an event that the transform has read, and whose origin no output has."""
-    if _joins_events(pipe, facts):
-        return "read by a transform over several events: it is part of a result, which names no event, or was dropped"
-    return "dropped by the transform: no result of it belongs to this event"
-
-
-def _joins_events(pipe: str, facts: Facts) -> bool:
-    """Whether the results of the pipe's transform may be made of several events: that needs a watermark."""
-    found = facts.pipes.pipes.get(pipe)
-    return found is not None and found.transform is not None and found.transform.watermark is not None
-
-
-def _when(step: _Step) -> tuple[int, int]:
-    return step.at_ms, step.order
-
-
-def _time(millis: int | None) -> str | None:
-    return None if millis is None else format_time(millis)
-
-
-def _reason(reason: str, detail: str) -> str:
-    return mask_text(f"{reason} ({detail})" if detail else reason)
-
-
-def _attempts(count: int) -> str:
-    return format_count(count, "attempt")
-
-
-def _describe_attempts(state: RetryState, before: int) -> str:
-    """The attempts of one round, before the reason of the last failure. before: of the rounds before it, if they are known."""
-    if not state.attempts:
-        return "no attempt:"
-    if state.reason == BREAKER_OPEN:
-        tried = state.attempts - before if before or state.rounds == 1 else 0
-        if tried > 0:
-            return f"{_attempts(tried)} failed in this round ({state.attempts} in all), and then"
-        return f"no attempt in this round ({state.attempts} failed before):"
-    if not 0 < before < state.attempts:
-        return f"{_attempts(state.attempts)} failed, the last with"
-    return f"{state.attempts - before} more failed ({_attempts(state.attempts)} in all), the last with"
-
-
-def _acts_on(found: Found, acts: Iterable[Entry]) -> Iterator[Entry]:
-    """The entries that have this record, oldest first. Older ones are about a topic of the same name that was deleted."""
-    (topic, partition, offset), first_ms = found.position, (read_arrival(found.record) or 0) - EARLY_MS
-    for entry in acts:
-        is_there = (entry.topic, entry.partition) == (topic, partition) and entry.at >= first_ms
-        if is_there and covers(entry, offset, digest_of(found.record) if entry.digests else b""):
-            yield entry
-
-
-def _redriven_from(letter: Found, side: Iterable[Found]) -> list[int]:
-    """The times of the first records that redrives of this dead letter caused, ms, oldest first. A redrive to the stream: of the
-    dead letters of the event that it wrote there."""
-    place, source, first_ms = str(letter.position).encode(), source_of(letter), letter.record.timestamp
-    caused = []
-    for found in side:
-        state = state_of(found.record) if found.position.topic.endswith(_RETRY) else None
-        is_retry = state is not None and not state.rounds and state.source == source
-        if found.record.timestamp >= first_ms and (is_retry or found.record.header(REDRIVEN) == place):
-            caused.append(found.record.timestamp)
-    return sorted(caused)
-
-
-def _dead(found: Found, acts: Iterable[Entry], side: Iterable[Found]) -> Iterator[_Step]:
-    """A dead letter, and what operators did with it. side: with the records that redrives caused.
-
-    A redrive is in the audit after its batch. So it may be noted after what it caused, and is told before that.
-    """
-    letter, at_ms, position = DeadLetter.of(found.position, found.record), found.record.timestamp, str(found.position)
-    tried = f" after {_attempts(letter.attempts)}{' in all' if letter.attempts > 1 else ''}" if letter.attempts else ""
-    text = f"dead letter{tried}: {_reason(letter.reason, letter.detail)}"
-    moment = Moment(
-        at=format_time(at_ms),
-        what="dead",
-        text=text,
-        position=position,
-        attempts=letter.attempts or None,
-        reason=letter.reason,
-        detail=mask_text(letter.detail),
-    )
-    yield _Step(at_ms, 3, moment, "dead", f"in the dead letters: {position}", position)
-    caused = iter(_redriven_from(found, side))
-    for entry in _acts_on(found, acts):
-        by, at = mask_text(entry.who), format_time(entry.at)
-        if entry.action == REDRIVE:
-            before_ms = min(entry.at, next(caused, entry.at))
-            noted = ", noted after its batch" if before_ms < entry.at else ""
-            done = Moment(at=at, what="redriven", text=f"redriven by {by}{noted}", position=position, by=by)
-            yield _Step(before_ms, 0, done, "redriven", f"redriven by {by}; what follows is not recorded", None)
-        elif entry.action == DISCARD:
-            done = Moment(at=at, what="discarded", text=f"discarded by {by}", position=position, by=by)
-            yield _Step(entry.at, 5, done, "discarded", f"a dead letter that {by} discarded: {position}", position)
-
-
-def _attempt(failed: FailedAttempt) -> _Step:
-    """A failed attempt. It says nothing about where the event is now."""
-    at = format_time(failed.at_ms)
-    if not failed.at_ms % 1000:  # of a busy destination only the second is known
-        at = at.replace(".000Z", "Z")
-    said = "the receiver's answer named several failures" if failed.reason == PARTIAL else failed.reason
-    moment = Moment(at=at, what="attempt", text=f"attempt failed: {mask_text(said)}", reason=failed.reason)
-    return _Step(failed.at_ms, -1, moment, "unknown", "", None)
-
-
-class _LaneTeller:
-    """Of one destination."""
+class LaneStory:
+    """Of one destination. passage: through the transform of the pipe; None: it has none."""
 
     def __init__(
         self,
@@ -251,8 +64,9 @@ class _LaneTeller:
         self._side = [found for found in event.side if lane_of(found, facts.renames) == (pipe_name, destination)]
         self._failed = {attempt for found in self._side for attempt in failed_attempts_of(found)}
 
-    def tell(self) -> Lane:
-        steps = [*self._waits(), *self._parked(), *self._deaths(), *self._drops(), *self._moves()]
+    def make(self) -> Lane:
+        """What happened, and where the event is now."""
+        moments = [*self._waits(), *self._parked(), *self._deaths(), *self._drops(), *self._moves()]
         delivered = self._first("delivered", "expel")
         if delivered is not None:
             step = ("expel", self._name, self._destination)
@@ -261,17 +75,17 @@ class _LaneTeller:
             is_first = round_ is not None and not (round_ or self._side)
             text = self._delivered_text(failed, is_first=is_first)
             moment = Moment(at=format_time(delivered), what="delivered", text=text, attempts=failed or None)
-            last = _Step(delivered, 4, moment, "delivered", f"{text}, reported {moment.at}", None)
+            last = DatedMoment(delivered, 4, moment, "delivered", f"{text}, reported {moment.at}", None)
             self._failed.update(round_ or ())
-            again = [one for one in steps if one.at_ms >= delivered and one.state in ("delivered", "not_read")]
-            return self._lane(self._open_output(steps) or max([last, *again], key=_when), [*steps, last])
-        steps += self._reported(steps)
-        if not steps:
-            steps += self._filtered()
-        if not steps:
+            again = [one for one in moments if one.at_ms >= delivered and one.state in ("delivered", "not_read")]
+            return self._lane(self._open_output(moments) or max([last, *again], key=when), [*moments, last])
+        moments += self._reported(moments)
+        if not moments:
+            moments += self._filtered()
+        if not moments:
             state, now, position = self._upstream()
             return Lane(self._destination, state, now, position, ())
-        return self._lane(max(steps, key=_when), steps)
+        return self._lane(max(moments, key=when), moments)
 
     def _failed_until(self, at_ms: int) -> int:
         """The failed attempts that its records count, of all its inputs. After a dead letter a redrive begins to count again."""
@@ -289,17 +103,17 @@ class _LaneTeller:
             deaths[source] += is_dead
         return sum(failed.values())
 
-    def _open_output(self, steps: Sequence[_Step]) -> _Step | None:
+    def _open_output(self, moments: Sequence[DatedMoment]) -> DatedMoment | None:
         """Of several outputs of the event, the newest that is not known to be delivered. Reports do not tell outputs apart."""
         if len(self._inputs()) < 2:
             return None
         reported = self._facts.reports.of(self._event.run, ("expel", self._name, self._destination))
-        delivered = max(told.at_ms for told in reported if told.outcome == "delivered")
-        ends = {one.moment.position: one for one in sorted(steps, key=_when)}.values()
-        return max((one for one in ends if one.state == "dead" or one.at_ms > delivered), key=_when, default=None)
+        delivered = max(one.at_ms for one in reported if one.outcome == "delivered")
+        ends = {one.moment.position: one for one in sorted(moments, key=when)}.values()
+        return max((one for one in ends if one.state == "dead" or one.at_ms > delivered), key=when, default=None)
 
-    def _lane(self, last: _Step, steps: Sequence[_Step]) -> Lane:
-        history = tuple(one.moment for one in sorted([*steps, *map(_attempt, self._failed)], key=_when))
+    def _lane(self, last: DatedMoment, moments: Sequence[DatedMoment]) -> Lane:
+        history = tuple(one.moment for one in sorted([*moments, *map(failed_attempt_moment, self._failed)], key=when))
         return Lane(self._destination, last.state, last.now, last.position, history)
 
     def _first(self, outcome: Outcome, node: str) -> int | None:
@@ -311,10 +125,10 @@ class _LaneTeller:
         if (count := len(self._inputs())) > 1:
             what = f"one or more of its {count} outputs {what}"
         if failed:
-            return f"{what}, after {_attempts(failed)} that failed"
+            return f"{what}, after {count_attempts(failed)} that failed"
         return f"{what} at the first attempt" if is_first and stream is None and count < 2 else what
 
-    def _waits(self) -> Iterator[_Step]:
+    def _waits(self) -> Iterator[DatedMoment]:
         """From the records of the retrier's topics and of `.retry`. The copies of one round are one moment."""
         before = 0
         rounds: dict[tuple[int, int], list[tuple[Found, RetryState]]] = {}
@@ -333,11 +147,11 @@ class _LaneTeller:
             if last.position.topic.endswith(_RETRY):
                 yield self._back(last, state)
 
-    def _handed_over(self, first: Found, last: Found, state: RetryState, before: int) -> _Step:
+    def _handed_over(self, first: Found, last: Found, state: RetryState, before: int) -> DatedMoment:
         """before: the failed attempts of earlier rounds, as far as they are known. A redrive begins to count again."""
         at_ms, due = first.record.timestamp, format_time(state.due)
         is_open = state.reason == BREAKER_OPEN
-        reason = "the circuit breaker was open" if is_open else _reason(state.reason, state.detail)
+        reason = "the circuit breaker was open" if is_open else mask_reason(state.reason, state.detail)
         text = f"{_describe_attempts(state, before)} {reason}; next due {due}"
         moment = Moment(
             at=format_time(at_ms),
@@ -352,22 +166,22 @@ class _LaneTeller:
         since = format_time(state.first_failure)
         why = reason if is_open else f"last failure {mask_text(state.reason)}"
         now = f"waits for another attempt since {since}, next due {due}; {why}"
-        return _Step(at_ms, 0, moment, "waiting", now, str(last.position))
+        return DatedMoment(at_ms, 0, moment, "waiting", now, str(last.position))
 
-    def _back(self, found: Found, state: RetryState) -> _Step:
+    def _back(self, found: Found, state: RetryState) -> DatedMoment:
         at_ms, position = found.record.timestamp, str(found.position)
         text = "back in the retry topic"
         moment = Moment(at=format_time(at_ms), what="due", text=text, position=position, due=format_time(state.due))
         waiting, now = self._progress(found, f"due again since {format_time(at_ms)}")
-        return _Step(at_ms, 1, moment, "waiting" if waiting else "unknown", now, position)
+        return DatedMoment(at_ms, 1, moment, "waiting" if waiting else "unknown", now, position)
 
-    def _parked(self) -> Iterator[_Step]:
+    def _parked(self) -> Iterator[DatedMoment]:
         for found in self._side:
             if not found.position.topic.endswith(_PARKED):
                 continue
             at_ms, state = found.record.timestamp, state_of(found.record)
             attempts, position = state.attempts if state is not None else 0, str(found.position)
-            tried = f" after {_attempts(attempts)}" if attempts else ""
+            tried = f" after {count_attempts(attempts)}" if attempts else ""
             text = f"parked{tried}: the destination was paused"
             moment = Moment(
                 at=format_time(at_ms), what="parked", text=text, position=position, attempts=attempts or None
@@ -375,33 +189,33 @@ class _LaneTeller:
             if lane_name(self._name, self._destination) in self._facts.paused:
                 lane = lane_name(self._name, self._destination)
                 now = f"parked until the destination is resumed: penstock destination resume {lane}"
-                yield _Step(at_ms, 2, moment, "parked", now, position)
+                yield DatedMoment(at_ms, 2, moment, "parked", now, position)
             else:
                 waiting, now = self._progress(
                     found, f"parked since {format_time(at_ms)}, and the destination is resumed"
                 )
-                yield _Step(at_ms, 2, moment, "parked" if waiting else "unknown", now, position)
+                yield DatedMoment(at_ms, 2, moment, "parked" if waiting else "unknown", now, position)
 
-    def _deaths(self) -> Iterator[_Step]:
+    def _deaths(self) -> Iterator[DatedMoment]:
         for found in self._side:
             if found.position.topic.endswith(DEAD):
-                yield from _dead(found, self._facts.acts, self._side)
+                yield from dead_letter_moments(found, self._facts.acts, self._side)
 
-    def _drops(self) -> Iterator[_Step]:
+    def _drops(self) -> Iterator[DatedMoment]:
         for found in self._side:
-            for entry in _acts_on(found, self._facts.acts):
+            for entry in acts_on(found, self._facts.acts):
                 if entry.action == DROP:
                     text = mask_text(f"dropped by the pipe file: {entry.filters.get('because', '')}")
                     by = mask_text(entry.who)
                     moment = Moment(
                         at=format_time(entry.at), what="dropped", text=text, position=str(found.position), by=by
                     )
-                    yield _Step(entry.at, 6, moment, "dropped", text, None)
+                    yield DatedMoment(entry.at, 6, moment, "dropped", text, None)
 
-    def _moves(self) -> Iterator[_Step]:
+    def _moves(self) -> Iterator[DatedMoment]:
         """Operators who moved the group over the event, forward or back."""
         for found in self._inputs():
-            for entry in _acts_on(found, self._facts.acts):
+            for entry in acts_on(found, self._facts.acts):
                 lane = entry.filters.get("destination", "")
                 if self._facts.renames.get(lane, lane) != lane_name(self._name, self._destination):
                     continue
@@ -409,22 +223,22 @@ class _LaneTeller:
                 if entry.action == SKIP:
                     text = mask_text(f"skipped by {by}: {because}")
                     moment = Moment(at=format_time(entry.at), what="skipped", text=text, position=position, by=by)
-                    yield _Step(entry.at, 7, moment, "skipped", text, position)
+                    yield DatedMoment(entry.at, 7, moment, "skipped", text, position)
                 elif entry.action == RESET:
                     text = f"to be delivered again: {by} moved the offsets back"
                     moment = Moment(at=format_time(entry.at), what="reset", text=text, position=position, by=by)
                     state, now, there = self._upstream()
-                    yield _Step(entry.at, 7, moment, state, f"after the reset: {now}", there)
+                    yield DatedMoment(entry.at, 7, moment, state, f"after the reset: {now}", there)
                     yield from self._delivered_again(entry.at)
 
-    def _delivered_again(self, since_ms: int) -> Iterator[_Step]:
+    def _delivered_again(self, since_ms: int) -> Iterator[DatedMoment]:
         """The first delivery after a reset. No member ran at its time, so everything from before it was reported before."""
         step = ("expel", self._name, self._destination)
         if (at_ms := self._facts.reports.first_since(self._event.run, step, "delivered", since_ms)) is not None:
             at, text = format_time(at_ms), "delivered again (2xx), after the reset"
             now = f"{text}, reported {at}"
             self._failed.update(self._facts.reports.failed_before(self._event.run, step, at_ms) or ())
-            yield _Step(at_ms, 8, Moment(at=at, what="delivered", text=text), "delivered", now, None)
+            yield DatedMoment(at_ms, 8, Moment(at=at, what="delivered", text=text), "delivered", now, None)
 
     def _inputs(self) -> list[Found]:
         """The records that the lane reads."""
@@ -432,9 +246,9 @@ class _LaneTeller:
             return self._event.outputs.get(self._name, [])
         return [] if self._event.record is None else [self._event.record]
 
-    def _reported(self, steps: Sequence[_Step]) -> Iterator[_Step]:
+    def _reported(self, moments: Sequence[DatedMoment]) -> Iterator[DatedMoment]:
         """Outcomes whose records were not found."""
-        found = {one.moment.what for one in steps}
+        found = {one.moment.what for one in moments}
         lost: tuple[tuple[Outcome, str, str, State], ...] = (
             ("retrying", "expel", "handed_over", "waiting"),
             ("parked", "expel", "parked", "parked"),
@@ -447,13 +261,15 @@ class _LaneTeller:
             if at_ms is not None and what not in found and not (what == "handed_over" and "due" in found):
                 text = f"reported as {outcome}; the record was not found"
                 moment = Moment(at=format_time(at_ms), what="reported", text=text)
-                yield _Step(at_ms, 0, moment, state, text, None)
+                yield DatedMoment(at_ms, 0, moment, state, text, None)
 
-    def _filtered(self) -> Iterator[_Step]:
+    def _filtered(self) -> Iterator[DatedMoment]:
         """The event is in other outputs of the transform than the destination's."""
         if (at_ms := self._first("filtered", "expel")) is not None:
             text = f"not for this destination: {self._outputs_text()}"
-            yield _Step(at_ms, 0, Moment(at=format_time(at_ms), what="filtered", text=text), "filtered", text, None)
+            yield DatedMoment(
+                at_ms, 0, Moment(at=format_time(at_ms), what="filtered", text=text), "filtered", text, None
+            )
 
     def _outputs_text(self) -> str:
         values = [value for found in self._inputs() if (value := found.record.header(OUTPUTS)) is not None]
@@ -484,7 +300,7 @@ class _LaneTeller:
         """Where an event is of which the lane has left no trace."""
         passage = self._passage
         if passage is not None and passage.outcome != "passed":
-            if passage.outcome == "filtered" and _joins_events(self._name, self._facts):
+            if passage.outcome == "filtered" and self._facts.joins_events(self._name):
                 return "not_passed", "gets the results, which name no event", None
             return "not_passed", _WHY_NOTHING.get(passage.outcome or "", "has not passed the transform yet"), None
         read = self._inputs()
@@ -527,7 +343,7 @@ class _LaneTeller:
                 "settled: a newer Penstock reported an outcome that this one does not know. Try: penstock event there"
             )
         if ("expel", self._name, self._destination) not in self._facts.reports.heard:
-            return f"read, and neither waiting nor dead; {_SILENT.format('destination')}"
+            return f"read, and neither waiting nor dead; {SILENT.format('destination')}"
         if self._starts_late() and self._is_before_start():
             return "before this destination's start (start: latest), so it is not sent to it"
         return "its group is past it, and no report has an outcome: it is missing. Try: penstock loss explain"
@@ -551,3 +367,17 @@ def _behind(before: int, topic: str, *, contiguous: bool) -> str:
 
 def _rank(topic: str) -> int:
     return _ORDER.index(topic) if topic in _ORDER else len(_ORDER)
+
+
+def _describe_attempts(state: RetryState, before: int) -> str:
+    """The attempts of one round, before the reason of the last failure. before: of the rounds before it, if they are known."""
+    if not state.attempts:
+        return "no attempt:"
+    if state.reason == BREAKER_OPEN:
+        tried = state.attempts - before if before or state.rounds == 1 else 0
+        if tried > 0:
+            return f"{count_attempts(tried)} failed in this round ({state.attempts} in all), and then"
+        return f"no attempt in this round ({state.attempts} failed before):"
+    if not 0 < before < state.attempts:
+        return f"{count_attempts(state.attempts)} failed, the last with"
+    return f"{state.attempts - before} more failed ({count_attempts(state.attempts)} in all), the last with"

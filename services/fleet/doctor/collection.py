@@ -1,4 +1,4 @@
-"""Looks at a whole fleet, all parts at once, and each for a limited time."""
+"""Collects the facts about a whole fleet, of all parts at once, and of each for a limited time."""
 
 import asyncio
 import os
@@ -15,24 +15,24 @@ from services.core.snapshot import original_of
 from services.core.targets import NoTargets, find_targets
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import find_broker, find_pipes
-from services.fleet.doctor.facts import Facts, Instance
-from services.fleet.doctor.looks.bounds import bounded, describe, in_thread
-from services.fleet.doctor.looks.broker import look_at_broker
-from services.fleet.doctor.looks.files import (
-    look_at_checkpoints,
-    look_at_disks,
-    look_at_folder,
-    look_at_secrets,
-    look_at_snapshot,
+from services.fleet.doctor.collectors.bounds import bounded, describe, in_thread
+from services.fleet.doctor.collectors.broker import collect_broker
+from services.fleet.doctor.collectors.files import (
+    collect_checkpoints,
+    collect_disks,
+    collect_folder,
+    collect_secrets,
+    collect_snapshot,
 )
-from services.fleet.doctor.looks.network import look_at_observer, look_at_receivers
-from services.fleet.doctor.looks.processes import instance_of, instances_of, look_at_processes
+from services.fleet.doctor.collectors.network import collect_observer, collect_receivers
+from services.fleet.doctor.collectors.processes import collect_processes, instance_of, instances_of
+from services.fleet.doctor.facts import Facts, Instance
 from services.fleet.folder import OBSERVER_TOKEN_FILE, STATE_FILE, FleetState, read_state
 from services.fleet.observer_client import Observer, find_observer
 from services.fleet.problem import CommandFailed
 
 SHORT_S, FILES_S, NETWORK_S, PROCESSES_S, BROKER_S = 5.0, 10.0, 10.0, 40.0, 40.0
-"""Limits of the looks."""
+"""Limits of the collectors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class Where:
     token_file: Path | None = None
 
 
-async def look(where: Where, show: Callable[[Collection[str]], None] = lambda _waiting: None) -> Facts:
-    """All facts. Takes at most a minute, also when nothing answers. show: gets the names of the looks that are not done.
+async def collect_facts(where: Where, show: Callable[[Collection[str]], None] = lambda _waiting: None) -> Facts:
+    """All facts. Takes at most a minute, also when nothing answers. show: gets the names of the collectors that are not done.
 
     Raises CommandFailed (status 2) when there is no fleet to look at.
     """
@@ -58,18 +58,18 @@ async def look(where: Where, show: Callable[[Collection[str]], None] = lambda _w
     else:
         await _find_remote(facts, where, where.targets)
     await bounded(facts, "the pipe file", SHORT_S, _load_pipes(facts, where))
-    works = {"the processes": (PROCESSES_S, look_at_processes(facts))}
+    works = {"the processes": (PROCESSES_S, collect_processes(facts))}
     if facts.broker.url:
-        works["the broker"] = BROKER_S, look_at_broker(facts)
+        works["the broker"] = BROKER_S, collect_broker(facts)
     else:
         facts.unknown["the broker"] = "its address is not known. Try: --broker kafka://host:9092"
     address = where.observer or (facts.state.observer if facts.state is not None else None)
     if address is not None:
-        works["the observer"] = NETWORK_S, _look_at_observer(facts, where, address)
+        works["the observer"] = NETWORK_S, _collect_observer(facts, where, address)
     elif not facts.stopped:
         facts.unknown["the observer"] = "its address is not known. Try: --observer host:port"
     if facts.pipes is not None:
-        works["the receivers"] = NETWORK_S, look_at_receivers(facts)
+        works["the receivers"] = NETWORK_S, collect_receivers(facts)
     works |= _files(facts)
     waiting = dict.fromkeys(works)
     show(waiting)
@@ -155,23 +155,23 @@ def _mistakes_in(path: Path) -> tuple[str, ...]:
     return ()
 
 
-async def _look_at_observer(facts: Facts, where: Where, address: str) -> None:
+async def _collect_observer(facts: Facts, where: Where, address: str) -> None:
     own = where.data / OBSERVER_TOKEN_FILE
     token = where.token_file or (own if facts.state is not None and os.access(own, os.R_OK) else None)
     try:
         observer = await in_thread(lambda: find_observer(address, where.data, token))
-    except CommandFailed:  # the token's file; the look at secrets says what is wrong with it
+    except CommandFailed:  # the token's file; the collector of secrets says what is wrong with it
         observer = Observer(address)
-    await look_at_observer(facts, observer)
+    await collect_observer(facts, observer)
 
 
 def _files(facts: Facts) -> dict[str, tuple[float, Coroutine[Any, Any, None]]]:
-    """The looks at files of this machine. Each blocks, on a thread of its own."""
+    """The collectors of files of this machine. Each blocks, on a thread of its own."""
     if facts.data is None or "the files of the fleet" in facts.unknown:
         return {}
-    looks: dict[str, Callable[[Facts], None]] = {"the disks": look_at_disks, "the data folder": look_at_folder}
+    collectors: dict[str, Callable[[Facts], None]] = {"the disks": collect_disks, "the data folder": collect_folder}
     if facts.state is not None:
-        looks["the snapshot"] = look_at_snapshot
+        collectors["the snapshot"] = collect_snapshot
     if facts.pipes is not None:
-        looks |= {"the secrets": look_at_secrets, "the checkpoints": look_at_checkpoints}
-    return {name: (FILES_S, in_thread(partial(one, facts))) for name, one in looks.items()}
+        collectors |= {"the secrets": collect_secrets, "the checkpoints": collect_checkpoints}
+    return {name: (FILES_S, in_thread(partial(one, facts))) for name, one in collectors.items()}

@@ -24,7 +24,7 @@ from services.fleet.doctor.facts import Certificate, Checkpoint, Disk, Facts, Fi
 from services.fleet.folder import OBSERVER_TOKEN_FILE, SNAPSHOT, find_checkpoints
 
 
-def look_at_disks(facts: Facts) -> None:
+def collect_disks(facts: Facts) -> None:
     """Every file system that holds files of the fleet, once. Blocking."""
     assert facts.data is not None
     kind, _, path = facts.broker.url.partition("://")
@@ -43,7 +43,7 @@ def look_at_disks(facts: Facts) -> None:
     facts.disks = tuple(found.values())
 
 
-def look_at_folder(facts: Facts) -> None:
+def collect_folder(facts: Facts) -> None:
     """Whether the data folder and the log in it are there and can be used. Blocking."""
     assert facts.data is not None
     kind, _, path = facts.broker.url.partition("://")
@@ -58,7 +58,7 @@ def look_at_folder(facts: Facts) -> None:
         return
 
 
-def look_at_secrets(facts: Facts) -> None:
+def collect_secrets(facts: Facts) -> None:
     """Every file with a secret, a key or a certificate. Values in variables are known to the services alone. Blocking."""
     assert facts.pipes is not None
     folder = _folder_of(facts)
@@ -89,7 +89,7 @@ def look_at_secrets(facts: Facts) -> None:
 def _kafka_faults(facts: Facts, certificates: list[Certificate]) -> Iterator[FileFault]:
     """Of the file that `?security=` names. Its certificates are added. Variables are known to the services alone."""
     path = None
-    with suppress(ValueError):  # the look at the broker says what is wrong with the URL
+    with suppress(ValueError):  # the collector of the broker says what is wrong with the URL
         path = parse_kafka_url(facts.broker.url).security if facts.broker.url.startswith("kafka://") else None
     if path is None:
         return
@@ -165,7 +165,7 @@ def _bad_keys(path: Path) -> Iterator[FileFault]:
         yield FileFault("the API keys of ingest", str(path), str(error.problems[0]), about("ingest"))
 
 
-def look_at_snapshot(facts: Facts) -> None:
+def collect_snapshot(facts: Facts) -> None:
     """The configuration files that differ from those with which the fleet was started. Blocking. Raises OSError."""
     assert facts.data is not None
     folder = facts.data / SNAPSHOT
@@ -194,7 +194,7 @@ def _first_difference(ours: bytes, theirs: bytes) -> str:
     return f"the first difference is in line {number}" if number else "they differ in the ends of lines"
 
 
-def look_at_checkpoints(facts: Facts) -> None:
+def collect_checkpoints(facts: Facts) -> None:
     """The checkpoint of each transform. Of those in S3 only the service knows. Blocking."""
     assert facts.data is not None
     assert facts.pipes is not None

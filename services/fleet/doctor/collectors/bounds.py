@@ -1,4 +1,4 @@
-"""Limits of the looks: a part of the fleet that does not answer must not keep the doctor from the others."""
+"""Limits of the collectors: a part of the fleet that does not answer must not keep the doctor from the others."""
 
 import asyncio
 import threading
@@ -11,15 +11,15 @@ from services.fleet.doctor.facts import Facts
 T = TypeVar("T")
 
 
-async def bounded(facts: Facts, look: str, limit: float, work: Coroutine[Any, Any, None]) -> None:
-    """Run a look for at most `limit` seconds. Its failure is recorded under its name, and not raised."""
+async def bounded(facts: Facts, name: str, limit: float, work: Coroutine[Any, Any, None]) -> None:
+    """Run a collector for at most `limit` seconds. Its failure is recorded under its name, and not raised."""
     try:
         async with asyncio.timeout(limit):
             await work
     except TimeoutError:
-        facts.unknown[look] = f"no answer within {limit:g} s"
-    except Exception as error:  # whatever is broken there: the other looks run
-        facts.unknown[look] = describe(error)
+        facts.unknown[name] = f"no answer within {limit:g} s"
+    except Exception as error:  # whatever is broken there: the others run
+        facts.unknown[name] = describe(error)
 
 
 def describe(error: BaseException) -> str:
@@ -55,5 +55,5 @@ async def in_thread(work: Callable[[], T]) -> T:
         except RuntimeError:
             return  # the loop has ended
 
-    threading.Thread(target=run, name="look", daemon=True).start()
+    threading.Thread(target=run, name="collector", daemon=True).start()
     return await done

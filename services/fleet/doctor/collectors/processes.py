@@ -12,8 +12,8 @@ import psutil
 
 from services.core.scrape import Sample, scrape
 from services.core.targets import Target
+from services.fleet.doctor.collectors.bounds import in_thread
 from services.fleet.doctor.facts import Facts, Instance, LogLine
-from services.fleet.doctor.looks.bounds import in_thread
 from services.fleet.folder import FleetState, ProcessState, read_state
 from services.fleet.output import describe_line
 
@@ -39,21 +39,21 @@ def instance_of(target: Target) -> Instance:
     return Instance(target.name or target.address, service, target.address)
 
 
-async def look_at_processes(facts: Facts) -> None:
+async def collect_processes(facts: Facts) -> None:
     """Two readings of every process and of the supervisor, WINDOW_S apart. One that did not answer is asked again."""
     every = [*facts.instances, *([] if facts.supervisor is None else [facts.supervisor])]
-    await asyncio.gather(*map(_look_at_instance, every))
+    await asyncio.gather(*map(_collect_instance, every))
     if facts.supervisor is not None and facts.supervisor.age is not None:
         facts.started = facts.now - facts.supervisor.age
     await asyncio.sleep(WINDOW_S)
     data, state = facts.data, facts.state
     if data is not None and state is not None:
-        _note_restarts(facts, await in_thread(lambda: read_state(data)))
+        _count_restarts(facts, await in_thread(lambda: read_state(data)))
     await asyncio.gather(*map(_read_again, every))
 
 
-async def _look_at_instance(one: Instance) -> None:
-    await in_thread(lambda: _look_at_process(one))
+async def _collect_instance(one: Instance) -> None:
+    await in_thread(lambda: _collect_process(one))
     await _ask(one)
     if one.answers:
         one.first = await _scrape(one)
@@ -64,7 +64,7 @@ async def _look_at_instance(one: Instance) -> None:
         one.lines = await in_thread(lambda: tail(path))
 
 
-def _note_restarts(facts: Facts, later: FleetState | None) -> None:
+def _count_restarts(facts: Facts, later: FleetState | None) -> None:
     found = {} if later is None else {one.name: one for one in later.processes}
     for one in facts.instances:
         now = found.get(one.name)
@@ -77,7 +77,7 @@ def _note_restarts(facts: Facts, later: FleetState | None) -> None:
 
 async def _read_again(one: Instance) -> None:
     if not one.answers:
-        await in_thread(lambda: _look_at_process(one))
+        await in_thread(lambda: _collect_process(one))
         await _ask(one)
     if one.answers:
         found = await _scrape(one)
@@ -87,7 +87,7 @@ async def _read_again(one: Instance) -> None:
             one.second = found
 
 
-def _look_at_process(one: Instance) -> None:
+def _collect_process(one: Instance) -> None:
     if one.pid is None:
         one.status, one.age = ("gone", None) if one.is_local else ("", None)
         return
