@@ -118,6 +118,7 @@ CHECKS = (
     Check("certificate-expired", "PenstockCertificateExpired", expiry.find_expired, _OF_RECEIVER),
     Check("token-expired", "PenstockTokenExpired", expiry.find_expired_tokens, _OF_RECEIVER),
     Check("receiver-gone", "PenstockPaused", receivers.find_gone, _OF_RECEIVER),
+    Check("silent-broker", "PenstockDestinationDown", receivers.find_silent_brokers, _OF_RECEIVER),
     Check("tokens-refused", "PenstockTokenRefused", receivers.find_refused_tokens, _OF_RECEIVER),
     Check("records-missing", "PenstockRecordsMissing", broker.find_missing_records, _OF_RECEIVER),
     Check("every-receiver", "PenstockEveryDestinationDown", receivers.find_every, _OF_RECEIVER),

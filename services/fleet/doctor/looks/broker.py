@@ -20,7 +20,7 @@ from services.core.event import read_arrival
 from services.core.fleet_broker import open_fleet_broker
 from services.core.pauses import list_paused
 from services.core.pipes import PipeFile
-from services.core.provision import find_absent, wanted_topics
+from services.core.provision import find_others, wanted_topics
 from services.core.topic_names import (
     AUDIT,
     RETRIER_DEAD,
@@ -114,9 +114,7 @@ async def _opened(facts: Facts) -> AsyncIterator[Broker | None]:
         return
     try:
         if facts.pipes is not None:
-            wanted = {spec.name for spec in wanted_topics(facts.pipes)}
-            absent = find_absent(names, facts.pipes)
-            found.missing = tuple(sorted({*(wanted - names.keys()), *absent.values()}))
+            found.missing = tuple(sorted({spec.name for spec in wanted_topics(facts.pipes)} - names.keys()))
         yield broker
     finally:
         try:
@@ -132,6 +130,7 @@ async def _look(facts: Facts, broker: Broker) -> None:
         return
     groups = groups_of(pipes)
     looks: dict[str, Coroutine[Any, Any, None]] = {
+        "the topics of others": _find_others(facts, broker, pipes),
         "the pauses": _read_pauses(facts, broker, pipes),
         "the transforms that have begun": _read_marks(facts, broker, pipes),
         "the groups": _read_groups(facts, broker, groups),
@@ -143,6 +142,12 @@ async def _look(facts: Facts, broker: Broker) -> None:
         return
     await asyncio.sleep(WINDOW_S)
     await bounded(facts, "the groups, a second time", READ_S, _read_groups(facts, broker, groups, later=True))
+
+
+async def _find_others(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
+    others = await find_others(broker.admin, pipes)
+    facts.broker.missing += tuple(sorted(others.absent.values()))
+    facts.broker.silent = others.silent
 
 
 def groups_of(pipes: PipeFile) -> list[GroupTopic]:

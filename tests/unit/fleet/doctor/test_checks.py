@@ -7,6 +7,7 @@ import pytest
 from services.core.broker.contract import Lag
 from services.core.broker.record import TopicPartition
 from services.core.pauses import Pause
+from services.core.pipes import PipeFile
 from services.core.scrape import Sample
 from services.core.transform_marks import TransformMark
 from services.fleet.doctor.checks import CHECKS
@@ -275,6 +276,27 @@ def test_a_receiver_is_down() -> None:
     found = broken(refuse)
     assert (first_of(found), symptoms_of(found), len(found.causes)) == ("receivers-fail", {"dead-letters"}, 1)
     assert "shop/crm" in found.causes[0].finding.what
+
+
+def test_a_broker_that_only_destinations_name() -> None:
+    """Broken: the Kafka of one receiver is down, and the doctor says that the fleet's own broker is; or sends a person to the log
+    of expel."""
+
+    def refuse(facts: Facts) -> None:
+        assert facts.pipes is not None
+        file = facts.pipes.model_dump(exclude_unset=True)
+        file["brokers"] = {"msk": "kafka://b-1.example.org:9098,b-2.example.org:9098?security=/etc/kafka.yaml"}
+        file["pipes"]["shop"]["destinations"][0] = {"name": "crm", "topic": {"name": "crm.in", "on": "msk"}}
+        facts.pipes = PipeFile.model_validate(file)
+        facts.broker.silent = {"msk": "no node answers"}
+        facts.broker.lags["shop.crm", "orders"] = facts.broker.later["shop.crm", "orders"] = {0: Lag(5, 1)}
+        labels = {**LANE, "outcome": "unavailable"}
+        count(instance(facts, "expel"), "penstock_expel_attempts_total", labels, 1.0, 9.0)
+
+    found = broken(refuse)
+    assert (first_of(found), len(found.causes)) == ("silent-broker", 1)
+    assert "receivers-fail" in symptoms_of(found)
+    assert "nc -vz b-1.example.org 9098" in found.causes[0].finding.first
 
 
 def test_a_receiver_that_is_back() -> None:
