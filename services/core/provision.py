@@ -229,23 +229,37 @@ async def find_others(admin: Admin, pipes: PipeFile) -> Others:
     topics = existing_topics(pipes).names
     homes = target_homes(pipes) | {name: stream.home for name, stream in pipes.streams.items()}
     needed = {DEFAULT, *(stream.home for stream in pipes.streams.values())}
-    absent: dict[str, str] = {}
-    silent: dict[str, str] = {}
-    for home in dict.fromkeys(homes[name] for name in topics):
-        here = {name: topic for name, topic in topics.items() if homes[name] == home}
+    missing, silent = await find_missing(admin, {name: homes[name] for name in topics}, needed)
+    for error in silent.values():
+        if isinstance(error, AccessRefused):  # waiting does not help
+            raise error
+    where = {name: "" if homes[name] == DEFAULT else f" on broker {homes[name]}" for name in missing}
+    return Others(
+        {name: f"{topics[name]}{where[name]}" for name in missing}, {home: str(error) for home, error in silent.items()}
+    )
+
+
+async def find_missing(
+    admin: Admin, homes: Mapping[str, str], needed: Collection[str]
+) -> tuple[list[str], dict[str, Unavailable]]:
+    """The topics that are not there; and the brokers that cannot be asked, with the reason: nothing is known about their topics.
+    homes: by topic, its broker. needed: of these brokers BrokerError kinds are raised."""
+    missing: list[str] = []
+    silent: dict[str, Unavailable] = {}
+    for home in dict.fromkeys(homes.values()):
+        here = [name for name, there in homes.items() if there == home]
         try:
             async with asyncio.timeout(None if home in needed else ANSWER_S):
                 present = await admin.present(here)
-        except AccessRefused:
-            raise
-        except (Unavailable, TimeoutError) as error:
+        except Unavailable as error:
             if home in needed:
                 raise
-            silent[home] = str(error) or f"no answer within {ANSWER_S:g} s"
-            continue
-        where = "" if home == DEFAULT else f" on broker {home}"
-        absent |= {name: f"{topic}{where}" for name, topic in here.items() if name not in present}
-    return Others(absent, silent)
+            silent[home] = error
+        except TimeoutError:
+            silent[home] = Unavailable(f"no answer within {ANSWER_S:g} s")
+        else:
+            missing += [name for name in here if name not in present]
+    return missing, silent
 
 
 async def _require_no_alias(

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from urllib.parse import urlsplit
 
 from services.core.pauses import GONE, Pause
 from services.core.times import format_time
@@ -126,25 +125,6 @@ def _first_of_every(reasons: set[str], url: str) -> str:
     if reasons == {"tls"}:
         return "timedatectl   # on expel's machine; then its certificates (ca-certificates)"
     return f"curl -sv {url} -o /dev/null   # on expel's machine: firewall, proxy, NAT gateway, routes"
-
-
-def find_silent_brokers(facts: Facts) -> Iterator[Finding]:
-    """Brokers that only destinations name, and that do not answer. The rest of the fleet works without them."""
-    for name, why in facts.broker.silent.items():
-        assert facts.pipes is not None
-        lanes = [
-            lane_name(pipe, one.name)
-            for pipe, found in facts.pipes.pipes.items()
-            for one in found.destinations
-            if one.topic is not None and one.topic.home == name
-        ]
-        host, _, port = urlsplit(facts.pipes.brokers[name]).netloc.partition(",")[0].rpartition(":")
-        yield Finding(
-            f"Broker {name} of the pipe file does not answer; only {', '.join(lanes)} waits for it.",
-            [why],
-            f"nc -vz {host} {port}; then ask the owner of that cluster",
-            about(*lanes),
-        )
 
 
 def find_failing(facts: Facts) -> Iterator[Finding]:

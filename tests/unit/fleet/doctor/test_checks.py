@@ -294,9 +294,19 @@ def test_a_broker_that_only_destinations_name() -> None:
         count(instance(facts, "expel"), "penstock_expel_attempts_total", labels, 1.0, 9.0)
 
     found = broken(refuse)
-    assert (first_of(found), len(found.causes)) == ("silent-broker", 1)
+    assert (first_of(found), len(found.causes)) == ("broker-silent", 1)
     assert "receivers-fail" in symptoms_of(found)
     assert "nc -vz b-1.example.org 9098" in found.causes[0].finding.first
+
+    def wait(facts: Facts) -> None:
+        refuse(facts)
+        for one in facts.instances:
+            one.answer, one.reason = (
+                "not ready",
+                "the broker cannot be opened: broker msk of the pipe file: no node answers",
+            )
+
+    assert first_of(broken(wait)) == "broker-silent"
 
 
 def test_a_receiver_that_is_back() -> None:
