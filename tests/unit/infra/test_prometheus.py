@@ -118,8 +118,8 @@ def test_labels_of_pods(tmp_path: Path) -> None:
 
 
 def test_labels_of_instances(tmp_path: Path) -> None:
-    """Broken: on EC2 the alerts do not know the component of a process, or Prometheus searches for tags that no stack sets; or the
-    core nodes of EMR, which have no management port, count as processes that are down."""
+    """Broken: on EC2 the alerts do not know the component of a process, or Prometheus searches for tags that no stack sets; or
+    the core nodes of EMR, which have no management port, count as processes that are down."""
     stack = (REPOSITORY / "infra" / "aws" / "service.yaml").read_text()
     job = yaml.safe_load((FOLDER / "prometheus.ec2.yml").read_text())["scrape_configs"][0]["ec2_sd_configs"][0]
     tags = [one["name"].removeprefix("tag:") for one in job["filters"] if one["name"].startswith("tag:")]
