@@ -471,6 +471,11 @@ def test_a_secret_that_cannot_be_read() -> None:
     assert first_of(found) == "secrets"
     assert "chmod 600" in found.causes[0].finding.first
 
+    def damage(facts: Facts) -> None:
+        facts.files = (FileFault("the API keys of ingest", "/srv/keys.yaml", "not valid YAML", frozenset({"ingest"})),)
+
+    assert "last good content" in broken(damage).causes[0].finding.first, "who changes the mode loses time"
+
     def age(facts: Facts) -> None:
         count(instance(facts, "ingest"), "penstock_ingest_keys_age_seconds", {}, 90.0, 95.0)
 
