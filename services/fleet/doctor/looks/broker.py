@@ -50,6 +50,8 @@ MOST_ACTS = 5000
 """A redrive of a letter is younger than the letter, so the audit is read for the same time."""
 NEWEST_RECORDS = 20
 
+MOST_GONE = 5
+"""Files that are named."""
 AT_ONCE = 8
 """Groups that are read at once."""
 
@@ -86,10 +88,16 @@ def _log_problem(root: Path, pipes: PipeFile | None) -> str | None:
         names = {path.name for path in topics.iterdir()}
     except OSError as error:
         return f"the folder of the embedded log cannot be read: {topics}: {error.strerror}"
-    here = [name for name, stream in pipes.streams.items() if stream.home == DEFAULT] if pipes is not None else []
+    elsewhere = (
+        {name for name, stream in pipes.streams.items() if stream.home != DEFAULT} if pipes is not None else set()
+    )
+    wanted = [spec.name for spec in wanted_topics(pipes) if spec.name not in elsewhere] if pipes is not None else []
     is_empty = not any(name.endswith(".db") for name in names)
-    gone = [name for name in here if f"{name}.db" not in names and (is_empty or f"{name}.hwm" in names)]
-    return f"files of the embedded log are gone: {', '.join(f'{topics / name}.db' for name in gone)}" if gone else None
+    gone = [
+        f"{topics / name}.db" for name in wanted if f"{name}.db" not in names and (is_empty or f"{name}.hwm" in names)
+    ]
+    more = f" and {len(gone) - MOST_GONE} more" if len(gone) > MOST_GONE else ""
+    return f"files of the embedded log are gone: {', '.join(gone[:MOST_GONE])}{more}" if gone else None
 
 
 @asynccontextmanager

@@ -180,6 +180,10 @@ async def test_a_topic_of_the_log_that_was_deleted(tmp_path: Path) -> None:
     assert facts.broker.problem == ""
     assert "orders" in facts.broker.missing
     assert "clicks" not in facts.broker.missing
+    await asyncio.to_thread(create_topic, folder, TopicSpec("penstock.audit", 1))
+    (tmp_path / "log" / "topics" / "penstock.audit.db").unlink()
+    await look_at_broker(facts)
+    assert "penstock.audit.db" in facts.broker.problem
     (tmp_path / "log" / "topics" / "clicks.db").unlink()
     await look_at_broker(facts)
     assert "clicks.db" in facts.broker.problem
