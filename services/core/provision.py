@@ -20,12 +20,13 @@ are paced; it costs money on Kinesis, and files elsewhere. Several retriers shar
 A pipe with `removed` destinations also gets its `.dead`, `.retry` and `.parked` topics: events may wait there.
 """
 
+import asyncio
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from services.core.audit import write_growth
 from services.core.broker.contract import Admin, Broker, TopicSpec
-from services.core.broker.errors import BrokerError, TopicExists, UnsafeTopic
+from services.core.broker.errors import AccessRefused, BrokerError, TopicExists, Unavailable, UnsafeTopic
 from services.core.broker.producer import Producer
 from services.core.broker.several.brokers import DEFAULT
 from services.core.existing_topics import existing_topics, target_homes
@@ -49,6 +50,8 @@ from services.core.yaml_source import BadConfiguration, Problem
 DEAD_LETTER_RETENTION_S = 30 * 86400
 RETRY_RETENTION_S = 14 * 86400
 TELEMETRY_RETENTION_S = 86400
+ANSWER_S = 5.0
+"""A broker that only destinations name counts as down when it does not answer for so long."""
 
 
 class NoSuchTopics(Exception):
@@ -178,9 +181,10 @@ async def ensure_topics(
     change. Raises BrokerError kinds; after those, call again.
     """
     existing = await admin.topics()
-    if absent := find_absent(existing, pipes):
-        raise NoSuchTopics(absent.values())
-    await _require_no_alias(admin, pipes, existing)
+    others = await find_others(admin, pipes)
+    if others.absent:
+        raise NoSuchTopics(others.absent.values())
+    await _require_no_alias(admin, pipes, existing, others.silent)
     specs = wanted_topics(pipes, has_retrier=RETRY_IN in existing)
     lacking = [
         (spec.name, existing[spec.name], spec.partitions)
@@ -209,28 +213,69 @@ async def ensure_topics(
     return Provisioned(tuple(name for name in names if name in created), grown, kept)
 
 
-def find_absent(existing: Collection[str], pipes: PipeFile) -> dict[str, str]:
-    """The topics of others that are not there, by their names in the fleet: each with its broker, if that is not the fleet's own.
+@dataclass(frozen=True, slots=True)
+class Others:
+    """absent: the topics of others that are not there, by their names in the fleet: each with its broker, if that is not the
+    fleet's own. silent: the brokers that only destinations name and that do not answer, each with the reason. Nothing is known
+    about the topics there, and their destinations wait."""
 
-    existing: the topics that are there.
-    """
+    absent: Mapping[str, str]
+    silent: Mapping[str, str]
+
+
+async def find_others(admin: Admin, pipes: PipeFile) -> Others:
+    """Look for the topics of others. Raises BrokerError kinds of the brokers that streams need. A fleet starts without the
+    others."""
+    topics = existing_topics(pipes).names
     homes = target_homes(pipes) | {name: stream.home for name, stream in pipes.streams.items()}
-    return {
-        name: topic if homes[name] == DEFAULT else f"{topic} on broker {homes[name]}"
-        for name, topic in existing_topics(pipes).names.items()
-        if name not in existing
-    }
+    needed = {DEFAULT, *(stream.home for stream in pipes.streams.values())}
+    missing, silent = await find_missing(admin, {name: homes[name] for name in topics}, needed)
+    for error in silent.values():
+        if isinstance(error, AccessRefused):  # waiting does not help
+            raise error
+    where = {name: "" if homes[name] == DEFAULT else f" on broker {homes[name]}" for name in missing}
+    return Others(
+        {name: f"{topics[name]}{where[name]}" for name in missing}, {home: str(error) for home, error in silent.items()}
+    )
 
 
-async def _require_no_alias(admin: Admin, pipes: PipeFile, existing: Mapping[str, int]) -> None:
+async def find_missing(
+    admin: Admin, homes: Mapping[str, str], needed: Collection[str]
+) -> tuple[list[str], dict[str, Unavailable]]:
+    """The topics that are not there; and the brokers that cannot be asked, with the reason: nothing is known about their topics.
+    homes: by topic, its broker. needed: of these brokers BrokerError kinds are raised."""
+    missing: list[str] = []
+    silent: dict[str, Unavailable] = {}
+    for home in dict.fromkeys(homes.values()):
+        here = [name for name, there in homes.items() if there == home]
+        try:
+            async with asyncio.timeout(None if home in needed else ANSWER_S):
+                present = await admin.present(here)
+        except Unavailable as error:
+            if home in needed:
+                raise
+            silent[home] = error
+        except TimeoutError:
+            silent[home] = Unavailable(f"no answer within {ANSWER_S:g} s")
+        else:
+            missing += [name for name in here if name not in present]
+    return missing, silent
+
+
+async def _require_no_alias(
+    admin: Admin, pipes: PipeFile, existing: Mapping[str, int], silent: Collection[str]
+) -> None:
     """Raises UnsafeTopic when a topic of others is a topic of the fleet, by another name of its broker. The pipe file does not
-    show that: an event may go round for ever, or what a destination gets counts as a retry. existing: as of `Admin.topics`."""
+    show that: an event may go round for ever, or what a destination gets counts as a retry. existing: as of `Admin.topics`.
+    silent: brokers that cannot be asked."""
     others = existing_topics(pipes).names
     homes = target_homes(pipes) | {name: stream.home for name, stream in pipes.streams.items() if name in others}
     known = {spec.name: DEFAULT for spec in wanted_topics(pipes, has_retrier=RETRY_IN in existing)}
     known |= {name: stream.home for name, stream in pipes.streams.items()}
     problems = []
     for other, home in homes.items():
+        if home in silent:
+            continue
         names = [
             name
             for name, there in known.items()

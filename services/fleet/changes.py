@@ -40,12 +40,12 @@ from services.fleet.pipe_check import python_files
 _CONCURRENT = 16
 """Questions to the broker at once: a pipe may have a thousand destinations."""
 
-Kind = Literal["new", "back", "renamed", "removed", "transform", "prefix", "retention"]
+Kind = Literal["new", "back", "renamed", "removed", "transform", "prefix", "retention", "silent"]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One line for a person. name: the pipe, pipe/destination, stream, or `broker`.
+    """One line for a person. name: the pipe, pipe/destination, stream, or `broker`; of kind silent: the broker.
 
     events: by topic; None: their number is not known. former: the pipe/destination at whose position it continues.
     """

@@ -23,13 +23,14 @@ from services.core.pipes import PipeFile, Removed, own_streams
 from services.core.provision import (
     LargerTopic,
     NoSuchTopics,
+    Others,
     Provisioned,
     Recorder,
     TooFewPartitions,
     check_compaction,
     ensure_topics,
-    find_absent,
     find_larger,
+    find_others,
 )
 from services.core.snapshot import read_broker
 from services.core.times import format_time
@@ -171,12 +172,15 @@ async def check_broker(broker: str, pipes: PipeFile, path: Path, data: Path | No
     and should not be."""
     try:
         async with asyncio.timeout(CHECK_WITHIN_S), open_fleet_broker(broker, pipes) as opened:
-            if problems := await _find_absent(opened, pipes, path):
-                raise BadConfiguration(problems)
+            others = await find_others(opened.admin, pipes)
+            if others.absent:
+                raise BadConfiguration(
+                    [Problem(str(path), f"topic {one}", str(NoSuchTopics([one]))) for one in others.absent.values()]
+                )
             await check_compaction(opened.admin, pipes, await opened.admin.topics())
             waiting = await find_waiting(opened, lanes_of(pipes), await read_bookmark(opened.reader))
             changes = await find_changes(opened, pipes, path, data)
-            lines = [*await asyncio.to_thread(compare_prefix, broker, data), *changes.lines]
+            lines = [*_tell_silent(others), *await asyncio.to_thread(compare_prefix, broker, data), *changes.lines]
             return Checked(waiting, replace(changes, lines=lines), await _find_grown(opened, pipes))
     except TimeoutError:
         return f"{broker} did not answer within {CHECK_WITHIN_S:.0f} s"
@@ -187,9 +191,9 @@ async def check_broker(broker: str, pipes: PipeFile, path: Path, data: Path | No
         return f"{broker}: {error}"
 
 
-async def _find_absent(broker: Broker, pipes: PipeFile, path: Path) -> list[Problem]:
-    absent = find_absent(await broker.admin.topics(), pipes)
-    return [Problem(str(path), f"topic {topic}", str(NoSuchTopics([topic]))) for topic in absent.values()]
+def _tell_silent(others: Others) -> list[Change]:
+    text = "it does not answer, so nothing is known about the topics there. Only the destinations there wait for it: {}"
+    return [Change("silent", name, text.format(why)) for name, why in others.silent.items()]
 
 
 async def check_changes(broker: str, pipes: PipeFile, path: Path, data: Path | None) -> Sequence[Change]:
@@ -198,10 +202,15 @@ async def check_changes(broker: str, pipes: PipeFile, path: Path, data: Path | N
     Raises BadConfiguration when a pipe is gone that the file says nothing about, or a transform cannot use the state that the
     former one left, and CommandFailed.
     """
-    changes = await _patiently(broker, pipes, lambda opened: find_changes(opened, pipes, path, data))
+
+    async def work(opened: Broker) -> tuple[Changes, list[Change]]:
+        others = await find_others(opened.admin, pipes)
+        return await find_changes(opened, pipes, path, data), _tell_silent(others)
+
+    changes, silent = await _patiently(broker, pipes, work)
     if problems := changes.problems(path):
         raise BadConfiguration(problems)
-    lines = [*await asyncio.to_thread(compare_prefix, broker, data), *changes.lines]
+    lines = [*silent, *await asyncio.to_thread(compare_prefix, broker, data), *changes.lines]
     return [*lines, *await asyncio.to_thread(check_states, path, changes.states, broker)]
 
 

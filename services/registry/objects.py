@@ -27,6 +27,7 @@ from obstore.exceptions import (
 from obstore.store import AzureStore, GCSStore, S3Store, from_url
 
 from services.core import metrics
+from services.core.disk import show_disk
 
 T = TypeVar("T")
 
@@ -71,7 +72,11 @@ def open_objects(url: str) -> Objects:
     """
     check_url(url)
     parts = urlsplit(url)
-    return Folder(Path(unquote(parts.path))) if parts.scheme == "file" else Bucket(url)
+    if parts.scheme != "file":
+        return Bucket(url)
+    folder = Path(unquote(parts.path))
+    show_disk(folder)
+    return Folder(folder)
 
 
 def check_url(url: str) -> None:

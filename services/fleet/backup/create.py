@@ -18,6 +18,7 @@ from services.core.broker.errors import BrokerError, DataDamaged
 from services.core.broker.log.backup import copy_log
 from services.core.broker.log.cut import take_cut
 from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.several.brokers import DEFAULT
 from services.core.folders import make_folder, sync_folder
 from services.core.pipe_webhook import Secret
 from services.core.pipes import load_pipes
@@ -146,7 +147,7 @@ def _copy(source: Source, draft: Path, show: Show) -> tuple[Manifest, float]:
         log=log,
         checkpoints=[state.entry for state in states],
         config=names.get(pipes),
-        left_out=[*_elsewhere(kind, root), *_secrets(pipes, contents)],
+        left_out=[*_elsewhere(kind, root), *_named_by(pipes, contents)],
         files=[],
         schemas=schemas,
     )
@@ -197,15 +198,16 @@ def _elsewhere(kind: str, root: Path | str) -> list[str]:
     return found
 
 
-def _secrets(pipes: Path, contents: Mapping[Path, Path]) -> list[str]:
-    """The places of secrets, which are in no backup."""
+def _named_by(pipes: Path, contents: Mapping[Path, Path]) -> list[str]:
+    """What the pipe file names and no backup has: streams on other brokers, and secrets."""
     found = ["the keys of senders (penstock keys), and certificates"]
     try:
         file = load_pipes(contents.get(pipes, pipes))
     except (BadConfiguration, OSError):
-        return [*found, f"the secrets that {pipes.name} names; it could not be read"]
+        return [*found, f"the secrets and brokers that {pipes.name} names; it could not be read"]
+    streams = [f"the stream {name} on broker {one.home}" for name, one in file.streams.items() if one.home != DEFAULT]
     named = dict.fromkeys(_places(file))
-    return [*(f"{place}, named in {pipes.name}" for place in named), *found]
+    return [*streams, *(f"{place}, named in {pipes.name}" for place in named), *found]
 
 
 def _places(value: object) -> Iterator[str]:

@@ -128,6 +128,7 @@ class Letters:
 @dataclass(slots=True)
 class BrokerFacts:
     """problem: why it cannot be used, for a person; empty when it can. missing: topics of the pipe file that it lacks.
+    silent: the other brokers of the pipe file that cannot be used, each with the reason.
 
     marks: of the transforms that have begun or were reset, by pipe. lags, later: by group and topic, some seconds apart.
     newest: the highest arrival time of a stream's newest records, ms; newest_at: our clock when these were read, s.
@@ -137,6 +138,7 @@ class BrokerFacts:
     problem: str = ""
     hint: str = ""
     missing: tuple[str, ...] = ()
+    silent: Mapping[str, str] = field(default_factory=dict)
     pauses: Mapping[str, Pause] = field(default_factory=dict)
     marks: Mapping[str, TransformMark] = field(default_factory=dict)
     lags: dict[tuple[str, str], dict[int, Lag]] = field(default_factory=dict)

@@ -167,7 +167,8 @@ async def test_a_broker_that_is_only_written_gets_the_records_and_nothing_else(
         monkeypatch.setattr(other.admin, "members", refuse)
         await broker.admin.create_own_topics()
         assert await broker.admin.members("g") == []
-        assert (await broker.admin.topics())["t"] == 2
+        assert await broker.admin.topics() == {}
+        assert await broker.admin.present(["t"]) == {"t"}
         await broker.appender.append("t", 1, [Record(None, b"1", 0)], timeout=600)
         assert (await other.reader.describe("t"))[1].end == 1
 
@@ -184,8 +185,7 @@ async def test_a_broker_that_has_nothing_of_a_service_does_not_keep_it_from_star
         await broker.admin.create_topic(TopicSpec("p.retry", 1))
         await require_rights(broker, [Right("Write", "topic", "s"), Right("Write", "topic", "penstock.groups"), right])
         assert await broker.admin.present(["p.retry", "p.parked"]) == {"p.retry"}
-        with pytest.raises(Unavailable, match="of a destination is down"):
-            await broker.admin.topics()
+        assert await broker.admin.topics() == {"p.retry": 1}, "no command that only looks would work"
     error = NotAllowed("Describe on the cluster")
     async with LogBroker.open(str(tmp_path)) as own, open_several(own, {"b": opening}, places) as broker:
         for _ in range(2):  # the second one is not asked

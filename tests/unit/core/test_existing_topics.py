@@ -42,7 +42,6 @@ from services.core.ledger.report import MAX_NUMBER
 from services.core.pipe_references import find_broken_references
 from services.core.pipe_stream import Stream
 from services.core.pipes import PipeFile
-from services.core.provision import find_absent
 from tests.support.existing_cases import NUMBERS, ONLY_HEADERS, PARSED_HERE, PAYLOADS, TIMES
 
 PAGE = Path(__file__).parents[3] / "docs/existing-topics.md"
@@ -373,7 +372,6 @@ def test_the_names_of_the_topics_of_others() -> None:
     assert target_homes(file) == {name: "msk"}
     assert existing_topics(file, "msk").names == {name: "erp.invoices"}
     assert not existing_topics(file, "default")
-    assert find_absent({}, file) == {name: "erp.invoices on broker msk"}
     assert not existing_topics(PipeFile.model_validate({"streams": {"orders": {}}}))
 
 

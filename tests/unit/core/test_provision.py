@@ -1,29 +1,37 @@
 """Provisioning: what a pipe file implies exists afterwards, whoever else is at it, and nothing changes silently."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import AsyncMock
 
 import pytest
 
+from services.core import provision
 from services.core.audit import GROW
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Admin, Broker, TopicSpec
-from services.core.broker.errors import UnsafeTopic
+from services.core.broker.errors import AccessRefused, BrokerError, Unavailable, UnsafeTopic
+from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
+from services.core.broker.several.broker import open_several
+from services.core.broker.several.brokers import Places
+from services.core.existing_topics import target_homes
 from services.core.key_marks import read_key_marks, write_key_marks
 from services.core.ledger.report import SNAPSHOTS, TELEMETRY
 from services.core.pipe_webhook import SCHEDULE
 from services.core.pipes import PipeFile
 from services.core.provision import (
     LargerTopic,
+    NoSuchTopics,
     Recorder,
     TooFewPartitions,
     ensure_topics,
     find_larger,
+    find_others,
     wanted_topics,
 )
 from services.core.topic_names import AUDIT, CONTROL, DELAYS_S, RETRIER_DEAD, RETRY_IN, delay_topic
@@ -204,6 +212,44 @@ async def test_whether_a_stream_is_compacted_never_changes_silently(broker: Brok
         await ensure_topics(broker.admin, plain)
 
 
+async def test_a_fleet_starts_while_the_cluster_of_a_destination_is_down(
+    tmp_path: Path, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: a machine is started again, and the whole fleet stays down because the Kafka of one receiver is; or nobody is told
+    that a topic or a password there is wrong."""
+    target = {"name": "d", "topic": {"name": "erp.in", "on": "msk"}}
+    plain = {"streams": {"a": {}}, "pipes": {"p": {"sources": ["a"], "destinations": [{"name": "e", "stream": "a"}]}}}
+    pipes = {"p": {"sources": ["a"], "destinations": [target]}}
+    file = PipeFile.model_validate({**plain, "brokers": {"msk": "kafka://h:1"}, "pipes": pipes})
+    await ensure_topics(broker.admin, PipeFile.model_validate(plain))
+    answer: BrokerError | None = Unavailable("no node answers")
+
+    @asynccontextmanager
+    async def opening() -> AsyncIterator[Broker]:
+        if answer is not None:
+            raise answer
+        async with LogBroker.open(str(tmp_path / "msk")) as opened:
+            yield opened
+
+    def several() -> AbstractAsyncContextManager[Broker]:
+        return open_several(broker, {"msk": opening}, Places({}, target_homes(file)))
+
+    async with several() as both:
+        assert (await find_others(both.admin, file)).silent == {"msk": "broker msk of the pipe file: no node answers"}
+        assert (await ensure_topics(both.admin, file)).created == ()
+        monkeypatch.setattr(provision, "ANSWER_S", 0.01)
+        monkeypatch.setattr(both.admin, "present", lambda _: asyncio.Event().wait())
+        assert (await find_others(both.admin, file)).silent == {"msk": "no answer within 0.01 s"}
+    answer = AccessRefused("a wrong password")
+    async with several() as both:
+        with pytest.raises(AccessRefused, match="a wrong password"):
+            await ensure_topics(both.admin, file)
+    answer = None
+    async with several() as both:
+        with pytest.raises(NoSuchTopics, match=r"there is no topic erp\.in on broker msk"):
+            await ensure_topics(both.admin, file)
+
+
 class _OneCluster:
     """An `Admin` over a cluster that has two names in the pipe file. full: the names on the cluster, by those in the fleet."""
 
@@ -212,6 +258,9 @@ class _OneCluster:
 
     async def topics(self) -> dict[str, int]:
         return dict.fromkeys(self._full, 1)
+
+    async def present(self, topics: Collection[str]) -> frozenset[str]:
+        return frozenset(topics) & self._full.keys()
 
     async def incarnation(self, topic: str) -> str:
         return f"id of {self._full[topic]}"

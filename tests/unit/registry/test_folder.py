@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
+from services.core.disk import measure_disks
 from services.registry.entries import entry_name
-from services.registry.objects import Folder, NotStored, StoreUnavailable
+from services.registry.objects import Folder, NotStored, StoreUnavailable, open_objects
 from tests.faults.registry_child import make_schema, open_registrar
 from tests.unit.registry.service import running_registry
 
@@ -56,6 +58,13 @@ async def test_a_disk_that_refuses_stores_nothing_and_heals(
             await folder.create(NAME, b"x")
     assert os.listdir(tmp_path / "log") == []  # noqa: PTH208
     assert await folder.create(NAME, b"x")
+
+
+async def test_the_disk_of_a_folder_is_watched(tmp_path: Path) -> None:
+    """Broken: the disk of the schemas fills, and the first sign is a registration that fails."""
+    open_objects(tmp_path.as_uri())
+    await measure_disks()
+    assert REGISTRY.get_sample_value("penstock_disk_free_bytes", {"folder": str(tmp_path)})
 
 
 async def test_a_full_disk_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,10 @@ class SeveralAdmin:
         await (await self._brokers.of(topic)).admin.delete_topic(topic, incarnation)
 
     async def topics(self) -> dict[str, int]:
+        """Not those on a broker that only destinations name: while it is down, the topics of the fleet are known all the same.
+        `present` finds them."""
         found: dict[str, int] = {}
-        for name, broker in (await self._brokers.used()).items():
+        for name, broker in (await self._brokers.with_streams()).items():
             there = await broker.admin.topics()
             found |= {topic: count for topic, count in there.items() if self._brokers.places.of(topic) == name}
         return found

@@ -46,10 +46,6 @@ class Places:
         """The names of the brokers that have topics of the fleet. Groups are only there."""
         return {DEFAULT, *self._streams.values()}
 
-    def used(self) -> set[str]:
-        """These, and the names of the brokers that have topics of others which are written."""
-        return self.with_streams() | set(self._targets.values())
-
     def base(self, name: str, topic: str, partition: int) -> int:
         """What is added to the offsets of this partition on that broker."""
         return 0
@@ -140,15 +136,9 @@ class Brokers:
         self._open[name] = opened
         return opened
 
-    async def used(self) -> dict[str, Broker]:
-        """Those of `Places.used`, by name. Raises BrokerError kinds when one cannot be opened."""
-        return await self._all(self.places.used())
-
     async def with_streams(self) -> dict[str, Broker]:
-        """Those of `Places.with_streams`, as `used`."""
-        return await self._all(self.places.with_streams())
-
-    async def _all(self, there: Collection[str]) -> dict[str, Broker]:
+        """Those of `Places.with_streams`, by name. Raises BrokerError kinds when one cannot be opened."""
+        there = self.places.with_streams()
         return {name: await self.named(name) for name in self.names if name in there}
 
     def opened(self) -> Iterable[Broker]:

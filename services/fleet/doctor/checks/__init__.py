@@ -107,6 +107,7 @@ CHECKS = (
     ),
     Check("broker-gone", "PenstockIngestNotReady", broker.find_gone, _ALL | {"access-refused", "secrets"}),
     Check("access-refused", "PenstockBrokerAccessRefused", broker.find_refused_access, frozenset(_PROCESSES)),
+    Check("broker-silent", "PenstockIngestNotReady", broker.find_silent, _OF_RECEIVER | {"ingest-refuses"}),
     Check("topics-missing", "PenstockIngestNotReady", broker.find_missing_topics, _ALL),
     Check("broker-damage", "PenstockRecordsDamaged", broker.find_damage, _ALL | {"dead-letters"}),
     Check("checkpoint", "PenstockTransformNotUp", transforms.find_checkpoints, _OF_TRANSFORM),

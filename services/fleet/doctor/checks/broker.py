@@ -3,10 +3,12 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from shlex import quote
+from urllib.parse import urlsplit
 
 from services.core.broker.connect import prefix_of
 from services.core.pipes import PipeFile
 from services.core.provision import wanted_topics
+from services.core.topic_names import lane_name
 from services.core.units import format_count
 from services.fleet.doctor.checks.moves import find_moves, log_command
 from services.fleet.doctor.diagnosis import Finding, about
@@ -22,7 +24,12 @@ def find_gone(facts: Facts) -> Iterator[Finding]:
     """It does not answer us, or does not answer the services."""
     broker = facts.broker
     unready = [one for one in facts.instances if one.answer == "not ready"]
-    said = [f"{one.name}: {one.reason}" for one in unready if any(word in one.reason for word in _SAID)]
+    others = tuple(f"broker {name} of the pipe file" for name in broker.silent)
+    said = [
+        f"{one.name}: {one.reason}"
+        for one in unready
+        if any(word in one.reason for word in _SAID) and not any(other in one.reason for other in others)
+    ]
     if broker.problem:
         evidence = [*said, *(f"{one.name}: {one.reason}" for one in unready)]
         own = "every service answers that it is ready: only this machine cannot reach it, or they will notice soon"
@@ -48,6 +55,30 @@ def _first(facts: Facts) -> str:
         )
         return f"nc -vz {host} {port}{own}"
     return "aws kinesis list-streams"
+
+
+def find_silent(facts: Facts) -> Iterator[Finding]:
+    """Other brokers of the pipe file that cannot be used. The rest of the fleet works without them."""
+    pipes = facts.pipes
+    for name, why in facts.broker.silent.items():
+        assert pipes is not None
+        streams = [stream for stream, one in pipes.streams.items() if one.home == name]
+        lanes = [
+            lane_name(pipe, one.name)
+            for pipe, found in pipes.pipes.items()
+            for one in found.destinations
+            if (one.topic is not None and one.topic.home == name) or set(streams) & set(found.sources)
+        ]
+        host, _, port = urlsplit(pipes.brokers[name]).netloc.partition(",")[0].rpartition(":")
+        yield Finding(
+            f"Broker {name} of the pipe file cannot be used; {', '.join([*streams, *lanes][:SHOWN])} must wait for it.",
+            [why, *(["do not restart services meanwhile: they would wait for it, too"] if streams else [])],
+            f"nc -vz {host} {port}; then ask the owner of that cluster"
+            if host
+            else f"penstock check -f {facts.pipes_path}",
+            about(*lanes, *(["ingest"] if streams else [])),
+            runbook="PenstockIngestNotReady" if streams else "PenstockDestinationDown",
+        )
 
 
 def find_refused_access(facts: Facts) -> Iterator[Finding]:

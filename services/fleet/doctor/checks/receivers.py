@@ -33,7 +33,9 @@ def find_secrets(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             f"{fault.what[0].upper()}{fault.what[1:]} cannot be used.",
             [fault.problem],
-            f"ls -la {fault.path}   # it must be readable by its owner alone: chmod 600 {fault.path}",
+            f"chmod 600 {fault.path}   # its owner alone may read it"
+            if "chmod" in fault.problem
+            else f"ls -la {fault.path}   # put its last good content back; it is read again within seconds",
             fault.about,
             runbook="PenstockIngestKeysStale" if "ingest" in fault.about else "",
         )

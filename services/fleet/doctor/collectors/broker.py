@@ -3,8 +3,8 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from services.core.broker.record import TopicPartition
 from services.core.broker.several.brokers import DEFAULT
 from services.core.dead_letter import DeadLetter, Position
 from services.core.event import read_arrival
+from services.core.existing_topics import existing_topics, target_homes
 from services.core.fleet_broker import open_fleet_broker
 from services.core.pauses import list_paused
 from services.core.pipes import PipeFile
-from services.core.provision import find_absent, wanted_topics
+from services.core.provision import find_missing, wanted_topics
 from services.core.topic_names import (
     AUDIT,
     RETRIER_DEAD,
@@ -49,6 +50,8 @@ MOST_ACTS = 5000
 """A redrive of a letter is younger than the letter, so the audit is read for the same time."""
 NEWEST_RECORDS = 20
 
+MOST_GONE = 5
+"""Files that are named."""
 AT_ONCE = 8
 """Groups that are read at once."""
 
@@ -85,58 +88,82 @@ def _log_problem(root: Path, pipes: PipeFile | None) -> str | None:
         names = {path.name for path in topics.iterdir()}
     except OSError as error:
         return f"the folder of the embedded log cannot be read: {topics}: {error.strerror}"
-    here = [name for name, stream in pipes.streams.items() if stream.home == DEFAULT] if pipes is not None else []
+    elsewhere = (
+        {name for name, stream in pipes.streams.items() if stream.home != DEFAULT} if pipes is not None else set()
+    )
+    wanted = [spec.name for spec in wanted_topics(pipes) if spec.name not in elsewhere] if pipes is not None else []
     is_empty = not any(name.endswith(".db") for name in names)
-    gone = [name for name in here if f"{name}.db" not in names and (is_empty or f"{name}.hwm" in names)]
-    return f"files of the embedded log are gone: {', '.join(f'{topics / name}.db' for name in gone)}" if gone else None
+    gone = [
+        f"{topics / name}.db" for name in wanted if f"{name}.db" not in names and (is_empty or f"{name}.hwm" in names)
+    ]
+    more = f" and {len(gone) - MOST_GONE} more" if len(gone) > MOST_GONE else ""
+    return f"files of the embedded log are gone: {', '.join(gone[:MOST_GONE])}{more}" if gone else None
 
 
 @asynccontextmanager
 async def _opened(facts: Facts) -> AsyncIterator[Broker | None]:
-    """The broker; None when it cannot be opened, with the reason in the facts."""
+    """The broker, without those of its topics that are missing; None when it cannot be used, with the reason in the facts."""
     found = facts.broker
-    try:
-        opening = open_fleet_broker(found.url, facts.pipes)
-        async with asyncio.timeout(OPEN_S):
-            broker = await opening.__aenter__()
-            names = await broker.admin.topics()
-    except BadBrokerUrl as error:
-        found.problem, found.hint = str(error), "--broker with the fleet's broker"
-        yield None
-        return
-    except TimeoutError:
-        found.problem = f"it does not answer within {OPEN_S:g} s"
-        yield None
-        return
-    except (BrokerError, OSError) as error:
-        found.problem = describe(error)
-        yield None
-        return
-    try:
-        if facts.pipes is not None:
-            wanted = {spec.name for spec in wanted_topics(facts.pipes)}
-            absent = find_absent(names, facts.pipes)
-            found.missing = tuple(sorted({*(wanted - names.keys()), *absent.values()}))
-        yield broker
-    finally:
+    async with AsyncExitStack() as stack:
         try:
+            opening = open_fleet_broker(found.url, facts.pipes)
             async with asyncio.timeout(OPEN_S):
-                await opening.__aexit__(None, None, None)
-        except (BrokerError, TimeoutError, OSError):
-            pass  # the facts are there
+                broker = await opening.__aenter__()
+            stack.push_async_callback(_close, opening)
+            await _find_missing(facts, broker)
+        except BadBrokerUrl as error:
+            found.problem, found.hint = str(error), "--broker with the fleet's broker"
+            yield None
+        except TimeoutError:
+            found.problem = f"it does not answer within {OPEN_S:g} s"
+            yield None
+        except (BrokerError, OSError) as error:
+            found.problem = describe(error)
+            yield None
+        else:
+            yield broker
+
+
+async def _close(opening: AbstractAsyncContextManager[Broker]) -> None:
+    with suppress(BrokerError, TimeoutError, OSError):  # the facts are there
+        async with asyncio.timeout(OPEN_S):
+            await opening.__aexit__(None, None, None)
+
+
+async def _find_missing(facts: Facts, broker: Broker) -> None:
+    """The topics of the pipe file that are missing, where they live, and the brokers beside the fleet's own that cannot be used.
+    Raises BrokerError kinds of the fleet's own."""
+    found, pipes = facts.broker, facts.pipes
+    async with asyncio.timeout(OPEN_S):
+        if pipes is None:
+            await broker.admin.topics()
+            return
+        homes = dict.fromkeys((spec.name for spec in wanted_topics(pipes)), DEFAULT)
+        homes |= {name: stream.home for name, stream in pipes.streams.items()} | target_homes(pipes)
+        own = {name: home for name, home in homes.items() if home == DEFAULT}
+        missing, _ = await find_missing(broker.admin, own, {DEFAULT})
+    others, silent = await find_missing(
+        broker.admin, {name: home for name, home in homes.items() if home != DEFAULT}, ()
+    )
+    found.silent = {home: describe(error) for home, error in silent.items()}
+    titles = existing_topics(pipes).names
+    missing += [f"{titles.get(name, name)} on broker {homes[name]}" for name in others]
+    found.missing = tuple(sorted(titles.get(name, name) for name in missing))
 
 
 async def _collect_all(facts: Facts, broker: Broker) -> None:
     pipes = facts.pipes
     if pipes is None:
         return
-    groups = groups_of(pipes)
+    streams = {name: stream for name, stream in pipes.streams.items() if stream.home not in facts.broker.silent}
+    unread = pipes.streams.keys() - streams.keys()
+    groups = [(group, topic) for group, topic in groups_of(pipes) if topic not in unread]
     collectors: dict[str, Coroutine[Any, Any, None]] = {
         "the pauses": _read_pauses(facts, broker, pipes),
         "the transforms that have begun": _read_marks(facts, broker, pipes),
         "the groups": _read_groups(facts, broker, groups),
         "new dead letters": _read_letters(facts, broker, pipes),
-        "the newest events": _read_newest(facts, broker, pipes),
+        "the newest events": _read_newest(facts, broker, [*streams, *_outputs(pipes)]),
     }
     await asyncio.gather(*(bounded(facts, name, READ_S, work) for name, work in collectors.items()))
     if not facts.broker.lags:
@@ -228,11 +255,15 @@ async def _read_audit(broker: Broker, since: int) -> AsyncIterator[Entry]:
                 yield decode_entry(record.value)
 
 
-async def _read_newest(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
-    """The newest arrival time in each stream, and whether the newest records can be read. Kinesis has no cheap end."""
+def _outputs(pipes: PipeFile) -> list[str]:
+    return [output_topic(name) for name, pipe in pipes.pipes.items() if pipe.transform is not None]
+
+
+async def _read_newest(facts: Facts, broker: Broker, topics: Sequence[str]) -> None:
+    """The newest arrival time in each stream and output, and whether the newest records can be read. Kinesis has no cheap
+    end."""
     damage: list[str] = []
-    outputs = [output_topic(name) for name, pipe in pipes.pipes.items() if pipe.transform is not None]
-    for topic in filter(broker.is_contiguous, (*pipes.streams, *outputs)):
+    for topic in filter(broker.is_contiguous, topics):
         try:
             ranges = await broker.reader.describe(topic)
         except UnknownTopic:

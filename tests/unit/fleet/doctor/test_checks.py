@@ -278,6 +278,37 @@ def test_a_receiver_is_down() -> None:
     assert "shop/crm" in found.causes[0].finding.what
 
 
+def test_a_broker_that_only_destinations_name() -> None:
+    """Broken: the Kafka of one receiver is down, and the doctor says that the fleet's own broker is; or sends a person to the log
+    of expel."""
+
+    def refuse(facts: Facts) -> None:
+        assert facts.pipes is not None
+        file = facts.pipes.model_dump(exclude_unset=True)
+        file["brokers"] = {"msk": "kafka://b-1.example.org:9098,b-2.example.org:9098?security=/etc/kafka.yaml"}
+        file["pipes"]["shop"]["destinations"][0] = {"name": "crm", "topic": {"name": "crm.in", "on": "msk"}}
+        facts.pipes = PipeFile.model_validate(file)
+        facts.broker.silent = {"msk": "no node answers"}
+        facts.broker.lags["shop.crm", "orders"] = facts.broker.later["shop.crm", "orders"] = {0: Lag(5, 1)}
+        labels = {**LANE, "outcome": "unavailable"}
+        count(instance(facts, "expel"), "penstock_expel_attempts_total", labels, 1.0, 9.0)
+
+    found = broken(refuse)
+    assert (first_of(found), len(found.causes)) == ("broker-silent", 1)
+    assert "receivers-fail" in symptoms_of(found)
+    assert "nc -vz b-1.example.org 9098" in found.causes[0].finding.first
+
+    def wait(facts: Facts) -> None:
+        refuse(facts)
+        for one in facts.instances:
+            one.answer, one.reason = (
+                "not ready",
+                "the broker cannot be opened: broker msk of the pipe file: no node answers",
+            )
+
+    assert first_of(broken(wait)) == "broker-silent"
+
+
 def test_a_receiver_that_is_back() -> None:
     """Broken: a destination that recovers by itself sends a person to its owner; or one that still fails looks well."""
 
@@ -439,6 +470,11 @@ def test_a_secret_that_cannot_be_read() -> None:
     found = broken(expose)
     assert first_of(found) == "secrets"
     assert "chmod 600" in found.causes[0].finding.first
+
+    def damage(facts: Facts) -> None:
+        facts.files = (FileFault("the API keys of ingest", "/srv/keys.yaml", "not valid YAML", frozenset({"ingest"})),)
+
+    assert "last good content" in broken(damage).causes[0].finding.first, "who changes the mode loses time"
 
     def age(facts: Facts) -> None:
         count(instance(facts, "ingest"), "penstock_ingest_keys_age_seconds", {}, 90.0, 95.0)

@@ -152,6 +152,21 @@ async def test_a_log_that_is_gone_stays_gone(tmp_path: Path) -> None:
     assert "orders.db" in facts.broker.problem
 
 
+async def test_another_broker_of_the_pipe_file_is_down(tmp_path: Path) -> None:
+    """Broken: the doctor says that the fleet's own broker is down, and looks at nothing else."""
+    other = f"kafka://127.0.0.1:{free_port()}"
+    data = {"brokers": {"msk": other}, "streams": {"orders": {}, "bills": {"on": "msk"}}, "pipes": {}}
+    facts = Facts(NOW, pipes=PipeFile.model_validate(data))
+    facts.broker.url = f"log://{tmp_path / 'log'}"
+    folder = await asyncio.to_thread(DataFolder.prepare, tmp_path / "log")
+    await asyncio.to_thread(create_topic, folder, TopicSpec("orders", 1))
+    await collect_broker(facts)
+    assert (facts.broker.problem, facts.unknown) == ("", {})
+    assert "broker msk of the pipe file" in facts.broker.silent["msk"]
+    assert facts.broker.ends == {"orders": 0}
+    assert "orders" not in facts.broker.missing
+
+
 async def test_a_topic_of_the_log_that_was_deleted(tmp_path: Path) -> None:
     """Broken: the doctor says that the broker cannot be used when one topic was deleted; or that a topic whose file was lost is
     only missing, so that somebody makes an empty one in its place."""
@@ -165,6 +180,10 @@ async def test_a_topic_of_the_log_that_was_deleted(tmp_path: Path) -> None:
     assert facts.broker.problem == ""
     assert "orders" in facts.broker.missing
     assert "clicks" not in facts.broker.missing
+    await asyncio.to_thread(create_topic, folder, TopicSpec("penstock.audit", 1))
+    (tmp_path / "log" / "topics" / "penstock.audit.db").unlink()
+    await collect_broker(facts)
+    assert "penstock.audit.db" in facts.broker.problem
     (tmp_path / "log" / "topics" / "clicks.db").unlink()
     await collect_broker(facts)
     assert "clicks.db" in facts.broker.problem
