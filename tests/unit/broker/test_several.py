@@ -11,6 +11,7 @@ import pytest
 
 from services.core.broker.contract import Broker, Consumer, Lag, TopicSpec
 from services.core.broker.errors import (
+    AccessRefused,
     BrokerError,
     HomeChanged,
     NotAllowed,
@@ -186,6 +187,9 @@ async def test_a_broker_that_has_nothing_of_a_service_does_not_keep_it_from_star
         await require_rights(broker, [Right("Write", "topic", "s"), Right("Write", "topic", "penstock.groups"), right])
         assert await broker.admin.present(["p.retry", "p.parked"]) == {"p.retry"}
         assert await broker.admin.topics() == {"p.retry": 1}, "no command that only looks would work"
+    error = AccessRefused("a customer has changed the password of their cluster")
+    async with LogBroker.open(str(tmp_path)) as own, open_several(own, {"b": opening}, places) as broker:
+        await require_rights(broker, [Right("Write", "topic", "s"), right])
     error = NotAllowed("Describe on the cluster")
     async with LogBroker.open(str(tmp_path)) as own, open_several(own, {"b": opening}, places) as broker:
         for _ in range(2):  # the second one is not asked

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 
 from services.core.broker.contract import Broker, Lag, PartitionRange, Start, TopicSpec
-from services.core.broker.errors import AccessRefused, Unavailable, UnsafeTopic
+from services.core.broker.errors import NotAllowed, Unavailable, UnsafeTopic
 from services.core.broker.record import Batch
 from services.core.broker.rights import Right, RightsReader
 from services.core.broker.several.brokers import Brokers, shift_batch, shifted_errors
@@ -124,8 +124,8 @@ class SeveralAdmin:
 
     async def missing_rights(self, rights: Collection[Right]) -> list[Right]:
         """`RightsReader`: a right to a topic where it lives, one to a group on each broker that has streams. No other broker is
-        opened. None is known to be missing on a broker that only destinations name while it is down: it holds up their lanes
-        only, and what writes there names the right that it lacks."""
+        opened. None is known to be missing on a broker that only destinations name while it is down or refuses our login: it
+        holds up their lanes only, and what writes there names the refusal, or the right that it lacks. Raises NotAllowed."""
         missing: dict[Right, None] = {}
         for name in self._brokers.names:
             if here := [right for right in rights if self._is_on(right, name)]:
@@ -133,7 +133,7 @@ class SeveralAdmin:
                     admin = (await self._brokers.named(name)).admin
                     if isinstance(admin, RightsReader):
                         missing |= dict.fromkeys(await admin.missing_rights(here))
-                except AccessRefused:
+                except NotAllowed:
                     raise
                 except Unavailable:
                     if name in self._brokers.places.with_streams():
