@@ -238,7 +238,7 @@ class _Search:
             if await self._is_running(old):
                 text += (
                     f". {old} runs. `penstock apply` copies its position at once. Events that {old} delivers after that are "
-                    "delivered again. Try: stop the fleet before penstock apply, or run penstock up without it"
+                    "delivered again. Try: stop the fleet; then penstock up, which needs no penstock apply before"
                 )
             return Change("renamed", lane, text, unread, old)
         unread = {topic: count for topic, count in (await self._count_unread(lane, topics)).items() if count}

@@ -47,25 +47,27 @@ def find_quota(facts: Facts) -> Iterator[Finding]:
 
 
 _WITHOUT = {
-    "id": "each event gets a new id, so a repeated one is another event",
-    "key": "events have no key, and so no order",
-    "time": "events get the time of their arrival",
+    "id": "such an event gets a new id, so a repeated one is another event",
+    "key": "such an event has no key, and so no order",
+    "time": "such an event gets the time of its arrival",
 }
 
 
 def find_absent_fields(facts: Facts) -> Iterator[Finding]:
-    """Fields for the id, key or time of a stream that no event has had since the start of ingest."""
+    """Fields for the id, key or time of a stream that events lacked since the start of ingest. Where some have it: only a note."""
     for name, stream in facts.pipes.streams.items() if facts.pipes is not None else ():
         events = facts.total("penstock_ingest_events_accepted_total", stream=name)
         events += facts.total("penstock_ingest_events_refused_total", stream=name)
         for use, place in (("id", stream.id), ("key", stream.key), ("time", stream.time)):
             absent = facts.total("penstock_ingest_fields_absent_total", stream=name, use=use)
-            if isinstance(place, str) and absent and absent >= events:
+            if isinstance(place, str) and absent:
+                who = "No event" if absent >= events else "Not every event"
                 yield Finding(
-                    f"No event of {name} has the field {place}, which the pipe file names for its {use}.",
-                    [f"absent in all {format_count(int(absent), 'event')} since the start of ingest: {_WITHOUT[use]}"],
+                    f"{who} of {name} has the field {place}, which the pipe file names for its {use}.",
+                    [f"absent in {absent:.0f} of {events:.0f} since the start of ingest: {_WITHOUT[use]}"],
                     f"correct `{use}` of {name} in the pipe file, or ask the sender for the field",
                     about(f"fields {name}"),
+                    is_note=absent < events,
                 )
 
 
