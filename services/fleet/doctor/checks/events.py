@@ -54,7 +54,7 @@ _WITHOUT = {
 
 
 def find_absent_fields(facts: Facts) -> Iterator[Finding]:
-    """Fields for the id, key or time of a stream that events lacked since the start of ingest. Where some have it: only a note."""
+    """Fields for the id, key or time of a stream that events lacked since the start of ingest. A note where some have it."""
     for name, stream in facts.pipes.streams.items() if facts.pipes is not None else ():
         events = facts.total("penstock_ingest_events_accepted_total", stream=name)
         events += facts.total("penstock_ingest_events_refused_total", stream=name)
