@@ -146,8 +146,13 @@ READERS = (
             ),
             Change(
                 "services/core/broker/kafka/leaders.py",
-                "max(0, now - oldest.event), oldest.stored)",
-                "max(0, now - (oldest.event if oldest else now)))",
+                "since = oldest.event if oldest.stored is None else oldest.stored",
+                "since = now if oldest is None else oldest.event",
+            ),
+            Change(
+                "services/core/broker/kafka/leaders.py",
+                "max(0, now - since), oldest.stored)",
+                "max(0, now - since))",
             ),
         ),
         needs=frozenset({"readers", "kafka", "transact"}),
