@@ -62,6 +62,8 @@ class Receiver:
     unsigned: int = 0
     delivered: int = 0
     duplicates: int = 0
+    without_id: int = 0
+    """Of the delivered ones: only a repeated request shows that one of these came twice."""
     _seen: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -94,6 +96,7 @@ class Receiver:
         new = [index for index, event in enumerate(events) if self._is_new(_identity(event, webhook_id, index))]
         self.delivered += len(new)
         self.duplicates += len(events) - len(new)
+        self.without_id += sum("id" not in events[index] for index in new)
         received = Received(
             webhook_id,
             events,

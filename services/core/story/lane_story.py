@@ -275,7 +275,7 @@ class LaneStory:
         values = [value for found in self._inputs() if (value := found.record.header(OUTPUTS)) is not None]
         outputs = sorted({name for value in values for name in value.decode(errors="replace").split(",") if name})
         if not outputs:
-            return "the transform did not give it to this output"
+            return "the transform did not give it to its output"
         return f"the transform gave it to {', '.join(outputs)}"
 
     def _progress(self, found: Found, since: str) -> tuple[bool, str]:

@@ -173,8 +173,12 @@ _STYLES = {
 
 
 def _print_lane(lane: Lane) -> None:
-    _print(4, Text.assemble(f"{plain(lane.destination)}: ", (plain(lane.now), _STYLES.get(lane.state, ""))))
-    if lane.state != "delivered" or len(lane.history) > 1:
+    is_said = len(lane.history) == 1 and lane.history[0].text == lane.now
+    at = f"  ({lane.history[0].at})" if is_said else ""
+    _print(
+        4, Text.assemble(f"{plain(lane.destination)}: ", (plain(lane.now), _STYLES.get(lane.state, "")), (at, "dim"))
+    )
+    if not is_said and (lane.state != "delivered" or len(lane.history) > 1):
         _print_history(lane.history)
 
 

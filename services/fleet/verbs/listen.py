@@ -99,6 +99,11 @@ async def _run(receiver: Receiver, host: str, port: int) -> None:
         f"{receiver.failed} refused on purpose, {receiver.unsigned} with a bad signature"
         + (f", {receiver.unauthorized} without the token" if receiver.token else "")
     )
+    if receiver.without_id:
+        print_note(
+            f"{receiver.without_id} events have no id in their body (json, ndjson): one that came in two requests counts as two",
+            "yellow",
+        )
 
 
 def _print_json(received: Received) -> None:

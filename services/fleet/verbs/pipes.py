@@ -160,7 +160,8 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a pipe file. Prints every mistake with file, line and key. Status 2 when there is one.
+    """Check a pipe file. Prints every mistake with file, line and key; without one, the secrets that cannot be read. Status 2
+    when there is one.
 
     It reads the names and types in `columns`, but does not analyse transforms: `penstock try` does. `not_analysed` in --json
     lists the pipes that have one, and `modes` how each will run, as far as that shows without Spark. A changed transform is

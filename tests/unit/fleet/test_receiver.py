@@ -55,6 +55,19 @@ async def test_pipes_that_share_an_event_do_not_repeat_each_other() -> None:
     assert (receiver.delivered, receiver.duplicates) == (2, 1)
 
 
+async def test_events_without_an_id_are_counted_apart() -> None:
+    """Broken: a listener says that there were no duplicates where it cannot know."""
+    receiver = Receiver()
+    for message in ("p/h1", "p/h2", "p/h2"):
+        assert (
+            await post(
+                receiver, b'{"n": 1}\n{"n": 2, "id": 7}', message=message, **{"Content-Type": "application/x-ndjson"}
+            )
+            == 204
+        )
+    assert (receiver.delivered, receiver.duplicates, receiver.without_id) == (3, 3, 2)
+
+
 async def test_bad_signature_is_refused() -> None:
     """Broken: anybody's request counts as a delivery."""
     other = "whsec_" + base64.b64encode(b"x" * 32).decode()

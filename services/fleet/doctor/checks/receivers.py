@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from services.core.pauses import GONE, Pause
 from services.core.times import format_time
-from services.core.topic_names import lane_name
+from services.core.topic_names import lane_name, retry_topic
 from services.core.units import format_count
 from services.fleet.doctor.checks.expiry import find_expired, find_expired_tokens, format_span, said_to_end
 from services.fleet.doctor.diagnosis import Finding, about
@@ -244,8 +244,8 @@ def _evidence(
     pipe, _, destination = lane.partition("/")
     behind = sum(
         lag.records
-        for (group, _), lags in facts.broker.lags.items()
-        if group == f"{pipe}.{destination}"
+        for (group, topic), lags in facts.broker.lags.items()
+        if group == f"{pipe}.{destination}" and topic != retry_topic(pipe)
         for lag in lags.values()
     )
     if behind:

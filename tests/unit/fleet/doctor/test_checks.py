@@ -278,6 +278,19 @@ def test_a_receiver_is_down() -> None:
     assert "shop/crm" in found.causes[0].finding.what
 
 
+def test_events_that_wait_for_a_round_are_not_behind() -> None:
+    """Broken: the number of events behind a receiver that is down is not that of `penstock status`."""
+
+    def fail(facts: Facts) -> None:
+        count(instance(facts, "expel"), "penstock_expel_attempts_total", {**LANE, "outcome": "http_503"}, 1.0, 9.0)
+        for topic, records in (("orders", 491), ("shop.retry", 88)):
+            facts.broker.lags["shop.crm", topic] = facts.broker.later["shop.crm", topic] = {0: Lag(records, 1)}
+
+    found = broken(fail)
+    assert first_of(found) == "receivers-fail"
+    assert any(line.startswith("491 events not settled, beside") for line in found.causes[0].finding.evidence)
+
+
 def test_a_broker_that_only_destinations_name() -> None:
     """Broken: the Kafka of one receiver is down, and the doctor says that the fleet's own broker is; or sends a person to the log
     of expel."""
