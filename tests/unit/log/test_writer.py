@@ -124,6 +124,11 @@ def test_who_holds_the_write_lock_is_named(tmp_path: Path, monkeypatch: pytest.M
         holder.stdout.readline()
         with pytest.raises(Unavailable, match=f"Process {holder.pid} holds it. Is its disk slow?"):
             writer.append({0: pack_all(records(0, 3))})
+        whole, lists = Path.read_text, iter([""])  # the first list lacks the lock: others came and went
+        monkeypatch.setattr(
+            Path, "read_text", lambda path: next(lists, whole(path)) if path == Path("/proc/locks") else whole(path)
+        )
+        assert sqlite_file.find_lock_holder(folder.topic(TOPIC).db) == holder.pid
         holder.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
         with pytest.raises(Unavailable, match=f"is stopped. Try: kill -CONT {holder.pid}"):

@@ -135,22 +135,25 @@ class BusyHandler:
 
 _WRITE_LOCK = 120
 """The byte of the -shm file that a writer locks: https://www.sqlite.org/walformat.html#wal_locks"""
+_READS = 5
 
 
 def find_lock_holder(path: Path) -> int | None:
     """The process that holds the file's write lock. None: nobody, or the system does not say (it is not Linux).
 
-    It opens no file of SQLite's: to close one would give up the locks that this process itself has on it.
+    It opens no file of SQLite's: to close one would give up the locks that this process itself has on it. While other locks come
+    and go, a list of them may lack one that stays, so it is read again.
     """
     try:
         inode = str(path.with_name(f"{path.name}-shm").stat().st_ino)
-        for line in Path("/proc/locks").read_text().splitlines():
-            _, kind, _, access, pid, file, first, last = line.split()[-8:]
-            is_write_lock = (
-                kind == "POSIX" and access == "WRITE" and last != "EOF" and int(first) <= _WRITE_LOCK <= int(last)
-            )
-            if is_write_lock and file.split(":")[-1] == inode:
-                return int(pid)
+        for _ in range(_READS):
+            for line in Path("/proc/locks").read_text().splitlines():
+                _, kind, _, access, pid, file, first, last = line.split()[-8:]
+                is_write_lock = (
+                    kind == "POSIX" and access == "WRITE" and last != "EOF" and int(first) <= _WRITE_LOCK <= int(last)
+                )
+                if is_write_lock and file.split(":")[-1] == inode:
+                    return int(pid)
     except (OSError, ValueError):
         pass
     return None
