@@ -1,7 +1,7 @@
 """Chooses what a lane sends of a polled batch, and settles the rest at once.
 
-Not sent are tombstones, events of other outputs or other destinations, duplicates, and events that the previous owner of the
-partition has written to the retry topic.
+Not sent are tombstones (unless the destination takes them), events of other outputs or other destinations, duplicates, and
+events that the previous owner of the partition has written to the retry topic.
 """
 
 from collections.abc import Collection, Mapping, Sequence

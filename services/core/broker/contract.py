@@ -7,7 +7,7 @@
 - A **group** shares a topic's partitions among its **members**; each partition has one owner at a time. Every group
   gets every record. **Committed offset**: the last *processed* offset of a group in a partition (not "next to read").
 - **Position**: the offset at which a member's next `poll` continues. It starts behind the committed offset, else at `Start`.
-- **Lag**: records behind the end, and the age of the oldest unprocessed record in milliseconds.
+- **Lag**: records behind the end, and how long the oldest unprocessed record has waited, in milliseconds.
 
 Who retries: backends never do. `Producer` repeats appends; services repeat reads and commits. There is no nack: a record
 that cannot be handled is written to another topic and *then* committed. All methods raise only `errors.BrokerError` kinds,
@@ -240,8 +240,8 @@ class Admin(Protocol):
     async def present(self, topics: Collection[str]) -> frozenset[str]:
         """Those of these topics that exist and that our user may see. Asks only the brokers that they live on.
 
-        Each broker is asked for its list, not for these names: Kafka's authorizer logs a question about a topic that our user may
-        not see as an attempt that it denied.
+        Each broker is asked for its full list: Kafka's authorizer logs a question about a hidden topic as a denied access.
+        Raises Unavailable when one of them does not answer.
         """
 
     async def add_partitions(self, topic: str, partitions: int) -> None:

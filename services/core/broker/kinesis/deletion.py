@@ -1,4 +1,4 @@
-"""Deletes a stream, and no other one that has its name by now."""
+"""Deletes a stream: by its incarnation, so that a newer one of the same name stays, or by its name alone."""
 
 import asyncio
 import time
@@ -10,17 +10,18 @@ from services.core.broker.kinesis.incarnation import Incarnations
 from services.core.broker.kinesis.streams import PAUSE_S, status_of
 from services.core.clock import boot_seconds
 
-_SURE_S = 2.0
+_FRESH_S = 2.0
 """A description that took no longer is always young enough to delete by it."""
-_DESCRIPTIONS = 3
+_ATTEMPTS = 3
 
 
 async def delete_stream(
     kinesis: Any, incarnations: Incarnations, topic: str, incarnation: str | None, timing: Timing
 ) -> None:
-    """As `Admin.delete_topic`: returns when the stream is gone. After a lost answer a repeat deletes the same stream or none."""
+    """As `Admin.delete_topic`: returns when the stream is gone. With an incarnation, a repeat after a lost answer deletes the
+    same stream or none."""
     if incarnation is not None:
-        await _require(incarnations, topic, incarnation, timing)
+        await _require_incarnation(incarnations, topic, incarnation, timing)
     async with bounded(f"delete {topic}", timing.request):
         await kinesis.delete_stream(StreamName=topic, EnforceConsumerDeletion=True)
     deadline = time.monotonic() + timing.settle
@@ -30,17 +31,17 @@ async def delete_stream(
         await asyncio.sleep(PAUSE_S)
 
 
-async def _require(incarnations: Incarnations, topic: str, incarnation: str, timing: Timing) -> None:
+async def _require_incarnation(incarnations: Incarnations, topic: str, incarnation: str, timing: Timing) -> None:
     """Returns just after the service has said that the stream of this name is this one. Raises UnknownTopic when it is another
     one; Unavailable when no answer was young enough.
 
-    Kinesis does not compare and delete in one request. So an answer counts only if it took no longer than `_SURE_S` or, on a slow
-    day, than twice the one before; never longer than a request may take. Whoever was frozen meanwhile, if only for seconds, asks
-    again. Until another stream of this name can be deleted, the former one must be DELETING until it is gone, and the new one
-    CREATING until it is ACTIVE. AWS names no time for that. It is safe if that takes longer than a request may.
+    Kinesis cannot compare and delete in one request, so the comparison must be recent. An answer counts if it took at most
+    `_FRESH_S`, or at most twice as long as the answer before it, and never longer than a request may take. If this process was
+    frozen meanwhile, it asks again. A risk remains: the stream is deleted and created again within that time. It must pass
+    through DELETING and CREATING. AWS names no duration for that; we assume that it takes longer than a request may.
     """
-    limit, took = _SURE_S, 0.0
-    for _ in range(_DESCRIPTIONS):
+    limit, took = _FRESH_S, 0.0
+    for _ in range(_ATTEMPTS):
         began = boot_seconds()
         if (await incarnations.find(topic, max_age=0.0)).name != incarnation:
             raise UnknownTopic(f"stream {topic} was created again since: it is another one")
