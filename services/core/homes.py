@@ -180,6 +180,10 @@ class Homes(Places):
         home = self._homes.get(topic)
         return super().written_to(topic) if home is None else home.writers
 
+    def moves_to(self, topic: str) -> str | None:
+        home = self._homes.get(topic)
+        return home.to if home is not None and home.state in ("copying", "held") else None
+
     def with_streams(self) -> set[str]:
         return {DEFAULT} | {name for home in self._homes.values() for name in (home.readers, home.writers)}
 

@@ -244,8 +244,13 @@ MIGRATIONS = (
         (
             Change(
                 _STEPS,
-                "            await asyncio.sleep(timing.LEASE_S + _MARGIN_S)\n            self._show",
-                "            self._show",
+                "            await asyncio.sleep(began + timing.LEASE_S + _MARGIN_S - time.monotonic())\n",
+                "",
+            ),
+            Change(
+                _STEPS,
+                "            await asyncio.sleep(timing.FOLLOW_S + _MARGIN_S)  # a writer that is not frozen knows by now\n",
+                "",
             ),
         ),
         quick=True,

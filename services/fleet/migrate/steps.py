@@ -316,7 +316,9 @@ class Migration:
         began = time.monotonic()
         copy = await self._stream_copy()
         try:
-            await asyncio.sleep(timing.LEASE_S + _MARGIN_S)
+            await asyncio.sleep(timing.FOLLOW_S + _MARGIN_S)  # a writer that is not frozen knows by now
+            await copy.follow()
+            await asyncio.sleep(began + timing.LEASE_S + _MARGIN_S - time.monotonic())
             self._show("holds the writers", copy.events, copy.events)
             self._before("drain")
             if (complete := await copy.complete()) is None:

@@ -86,6 +86,11 @@ class TranslatedPartition:
             self.progress += len(chunk)
         return True
 
+    async def has_found(self, end: int) -> bool:
+        """Whether all records of the stream before `end` were found. Does not read the copy. Raises as `find_copied`."""
+        await self._fill(1, end)
+        return self._is_found(end)
+
     def check_complete(self, end: int) -> None:
         """Raises CopyDiffers where it is known how many events the stream has, and other ones were found."""
         begin = end if self.begin is None else self.begin

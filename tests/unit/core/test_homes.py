@@ -15,6 +15,7 @@ from services.core.broker.errors import OutcomeUnknown, Unavailable, UnsafeTopic
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
+from services.core.broker.several import brokers
 from services.core.broker.several.broker import SeveralBrokers, open_several
 from services.core.broker.several.brokers import DEFAULT
 from services.core.fleet_broker import open_fleet_broker
@@ -231,3 +232,57 @@ async def test_an_error_that_nobody_expects_does_not_end_the_following(
                     await asyncio.sleep(0.01)
         assert [line["error"] for line in lines] == ["RuntimeError('nobody expects it')"]
         assert not (await fleet.appender.append("s", 0, [Record(b"k", b"1", 0)], timeout=30)).failed
+
+
+async def test_a_writer_opens_the_broker_before_the_hand_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To open Kinesis takes a second or more: writers would wait for it after they were held. A failure is said once, and is
+    no failure of the record, which goes to the old broker."""
+    monkeypatch.setattr(brokers, "AGAIN_AFTER_S", 0.05)
+    is_down, opened = True, asyncio.Event()
+    async with _fleet(tmp_path) as (fleet, places, own, other), Producer(fleet.appender) as producer:
+
+        @asynccontextmanager
+        async def opening() -> AsyncIterator[Broker]:
+            if is_down:
+                raise Unavailable("no node answers")
+            opened.set()
+            yield other
+
+        monkeypatch.setattr(fleet.brokers, "_openings", {"b": opening})
+        assert not (await producer.send("s", [Record(b"k", b"1", 0)])).failed
+        assert not fleet.brokers._preparing, "the stream is not being moved"
+        with capture_logs() as logs:
+            await places.record("s", MigrationStep("copying", by="test", to="b"))
+            for _ in range(3):
+                assert not (await producer.send("s", [Record(b"k", b"1", 0)])).failed
+                await asyncio.sleep(0.1)
+        assert [line["error"] for line in logs if line["event"] == "move_not_prepared"] == [
+            "broker b of the pipe file: no node answers"
+        ]
+        is_down = False
+        async with asyncio.timeout(600):
+            await opened.wait()
+        assert await _ends(own, other) == [4, 0]
+
+
+async def test_a_broker_is_not_prepared_for_a_move_that_was_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(brokers, "AGAIN_AFTER_S", 0.05)
+    is_down = True
+    async with _fleet(tmp_path) as (fleet, places, _, other), Producer(fleet.appender) as producer:
+
+        @asynccontextmanager
+        async def opening() -> AsyncIterator[Broker]:
+            if is_down:
+                raise Unavailable("no node answers")
+            yield other
+
+        monkeypatch.setattr(fleet.brokers, "_openings", {"b": opening})
+        await places.record("s", MigrationStep("copying", by="test", to="b"))
+        assert not (await producer.send("s", [Record(b"k", b"1", 0)])).failed
+        (preparing,) = fleet.brokers._preparing.values()
+        await places.record("s", MigrationStep("undone", by="test"))
+        async with asyncio.timeout(600):
+            await preparing
+        assert not fleet.brokers._preparing, "the next move to this broker would not be prepared"

@@ -26,6 +26,7 @@ class SeveralAppender:
     async def append(self, topic: str, partition: int, records: Sequence[Record], *, timeout: float) -> Appended:
         """Waits while the topic is held for a migration. An append that ends when it is already elsewhere is in doubt."""
         places = self._brokers.places
+        self._brokers.prepare_move(topic)
         grant = await places.write_to(topic, timeout)
         appender = (await self._brokers.named(grant.broker)).appender
         appended = await appender.append(topic, partition, records, timeout=timeout)

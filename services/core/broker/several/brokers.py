@@ -6,9 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from typing import Final, NamedTuple
 
+import structlog
+
 from services.core.broker.contract import Broker
 from services.core.broker.errors import AccessRefused, BrokerClosed, BrokerError, OffsetOutOfRange, Unavailable
 from services.core.broker.record import Batch
+
+log = structlog.get_logger()
 
 DEFAULT: Final = "default"
 """The name of the fleet's own broker, that of `--broker`. It has every topic but streams that say otherwise."""
@@ -45,6 +49,10 @@ class Places:
     def with_streams(self) -> set[str]:
         """The names of the brokers that have topics of the fleet. Groups are only there."""
         return {DEFAULT, *self._streams.values()}
+
+    def moves_to(self, topic: str) -> str | None:
+        """The broker to which new records of the topic may go next, because it is being moved there."""
+        return None
 
     def base(self, name: str, topic: str, partition: int) -> int:
         """What is added to the offsets of this partition on that broker."""
@@ -102,6 +110,7 @@ class Brokers:
         self._open: dict[str, Broker] = {DEFAULT: default}
         self._locks = {name: asyncio.Lock() for name in openings}
         self._failed: dict[str, tuple[float, BrokerError]] = {}
+        self._preparing: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._closing = AsyncExitStack()
         self._is_closed = False
 
@@ -136,6 +145,31 @@ class Brokers:
         self._open[name] = opened
         return opened
 
+    def prepare_move(self, topic: str) -> None:
+        """If the topic is being moved, open the broker to which it goes, and find the topic there, in the background. At the
+        hand-over writers are held. Without this they would wait for it, too: to open Kinesis takes a second or more."""
+        to = self.places.moves_to(topic)
+        if to is not None and (to, topic) not in self._preparing and not self._is_closed:
+            self._preparing[to, topic] = asyncio.create_task(self._prepare(to, topic), name=f"prepare {topic} on {to}")
+
+    async def _prepare(self, name: str, topic: str) -> None:
+        """Until it is done, or the topic is no longer moved there. Never raises BrokerError."""
+        is_failing = False
+        while self.places.moves_to(topic) == name:
+            try:
+                await (await self.named(name)).appender.partition_count(topic)
+            except BrokerError as error:
+                if not is_failing:
+                    hint = (
+                        "after the hand-over nothing could be stored. Try: mend it, or penstock migrate STREAM --undo"
+                    )
+                    log.warning("move_not_prepared", stream=topic, broker=name, error=str(error), hint=hint)
+                is_failing = True
+                await asyncio.sleep(AGAIN_AFTER_S)
+            else:
+                return
+        del self._preparing[name, topic]
+
     async def with_streams(self) -> dict[str, Broker]:
         """Those of `Places.with_streams`, by name. Raises BrokerError kinds when one cannot be opened."""
         there = self.places.with_streams()
@@ -155,6 +189,9 @@ class Brokers:
     async def close(self) -> None:
         """Close all but the default broker, which its opener closes."""
         self._is_closed = True
+        for task in self._preparing.values():
+            task.cancel()
+        await asyncio.gather(*self._preparing.values(), return_exceptions=True)
         await self._closing.aclose()
 
 
