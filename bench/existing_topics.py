@@ -13,11 +13,16 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import TopicSpec
 
 SIZE = 100
-_TOPIC = "others.Plain"
+_PACKED = 1900
+"""Records of a Kafka batch of ingest under this load."""
+_TOPIC, _SMALL = "others.Plain", "others.Small"
+"""The second one is as a client with the usual 16 KB for a batch writes it."""
 _SOURCES = {
     "ours": OWN,
     "place as the id": f"{{topic: {_TOPIC}}}",
     "id and time from fields": f"{{topic: {_TOPIC}, id: id, time: time}}",
+    "place as the id, small batches": f"{{topic: {_SMALL}}}",
+    "id and time from fields, small batches": f"{{topic: {_SMALL}, id: id, time: time}}",
 }
 
 
@@ -45,14 +50,24 @@ def existing_figures(setup: Setup) -> list[Figure]:
 
 
 async def _copy(setup: Setup, events: int) -> None:
-    """The payloads of our stream, as a producer of others writes them: with a topic of four partitions, and no headers."""
+    """The payloads of our stream, without headers, in the same partitions of two topics of others: in batches like those of
+    ingest, and in small ones."""
     async with open_broker(setup.kafka) as broker:
-        await broker.admin.create_topic(TopicSpec(_TOPIC, 4))
+        for topic in (_TOPIC, _SMALL):
+            await broker.admin.create_topic(TopicSpec(topic, 4))
     consumer = AIOKafkaConsumer("ours", bootstrap_servers=setup.bootstrap, auto_offset_reset="earliest")
-    async with consumer, AIOKafkaProducer(bootstrap_servers=setup.bootstrap, linger_ms=20) as producer:
+    packing = AIOKafkaProducer(bootstrap_servers=setup.bootstrap, max_batch_size=1 << 20)
+    async with consumer, packing, AIOKafkaProducer(bootstrap_servers=setup.bootstrap, linger_ms=20) as producer:
         copied = 0
         while copied < events:
-            for rows in (await consumer.getmany(timeout_ms=1000)).values():
+            for source, rows in (await consumer.getmany(timeout_ms=1000)).items():
+                for start in range(0, len(rows), _PACKED):
+                    batch = packing.create_batch()
+                    for row in rows[start : start + _PACKED]:
+                        batch.append(key=None, value=row.value, timestamp=row.timestamp)
+                    batch.close()
+                    await packing.send_batch(batch, _TOPIC, partition=source.partition)
                 for row in rows:
-                    await producer.send(_TOPIC, row.value, partition=copied // 500 % 4, timestamp_ms=row.timestamp)
-                    copied += 1
+                    await producer.send(_SMALL, row.value, partition=source.partition, timestamp_ms=row.timestamp)
+                copied += len(rows)
+        await packing.flush()

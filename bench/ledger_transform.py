@@ -80,10 +80,11 @@ async def fill(url: str, stream: str, numbers: range) -> None:
             (await producer.send(stream, records)).raise_first()
 
 
-def wait_written(port: int, written: int) -> None:
-    """Until the transform with this management port has written so many."""
-    deadline = time.monotonic() + PATIENCE_S
-    while fetch_metric(port, WRITTEN) < written:
+def wait_written(port: int, written: int, patience_s: float = PATIENCE_S) -> int:
+    """Until the transform with this management port has written so many, or a few more; how many it has."""
+    deadline = time.monotonic() + patience_s
+    while (now := fetch_metric(port, WRITTEN)) < written:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not everything was transformed in {PATIENCE_S:.0f} s")
+            raise RuntimeError(f"not everything was transformed in {patience_s:.0f} s")
         time.sleep(0.2)
+    return int(now)

@@ -260,7 +260,7 @@ class Translation:
         found = self._columns.read(records)
         if found is None:
             return None
-        ids = found.ids or [b"%b%d" % (prefix, offset) for offset in offsets]
+        ids = found.ids or _numbered(prefix, offsets)
         arrivals = {time: (ARRIVAL, b"%d" % time) for time in {record.timestamp for record in records}}
         return [
             Record(key, record.value, time, ((ID, event_id), arrivals[record.timestamp], (ORIGIN, origin)))
@@ -325,10 +325,15 @@ def _origins(topic_id: str, partition: int, offsets: Sequence[int]) -> list[byte
     if len(runs) == 1:
         ((epoch, run),) = runs.items()
         first = epoch * TOPIC_NUMBERS
-        return [b"%b%d" % (run, offset - first) for offset in offsets]
+        return _numbered(run, [offset - first for offset in offsets] if first else offsets)
     return [
         f"{topic_incarnation(topic_id, offset)}:{partition}:{offset % TOPIC_NUMBERS}".encode() for offset in offsets
     ]
+
+
+def _numbered(prefix: bytes, numbers: Sequence[int]) -> list[bytes]:
+    """The prefix, which has no comma, with each of these numbers."""
+    return (prefix + orjson.dumps(list(numbers))[1:-1].replace(b",", b"," + prefix)).split(b",")
 
 
 def _parse(value: bytes, decode: Callable[[bytes], object]) -> object:

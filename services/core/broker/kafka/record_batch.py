@@ -65,6 +65,8 @@ def make_batch(source: TopicPartition, rows: Sequence[Any], *, timed: bool = Tru
     first, last = rows[0].offset, rows[-1].offset
     dense = last - first + 1 == len(rows)
     offsets = range(first, last + 1) if dense else [row.offset for row in rows]
+    if not any(row.headers for row in rows):  # usual in topics of others
+        return Batch(*source, offsets, [Record(row.key, row.value, row.timestamp) for row in rows])
     has_null = bool([1 for row in rows for _, value in row.headers if value is None])
     records = []
     name = TIME if timed else None
