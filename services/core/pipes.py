@@ -80,8 +80,7 @@ class Destination(StrictModel):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if sum(one is not None for one in (self.webhook, self.stream, self.topic)) != 1:
-            raise ValueError("exactly one of webhook, stream and topic is needed")
+        self.require_one_of("webhook", "stream", "topic")
         return self
 
 
@@ -137,8 +136,7 @@ class Removed(StrictModel):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if sum(choice is not None for choice in (self.deliver_to, self.bury, self.drop)) != 1:
-            raise ValueError("exactly one of deliver_to, bury and drop is needed")
+        self.require_one_of("deliver_to", "bury", "drop")
         return self
 
 
