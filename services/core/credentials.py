@@ -61,7 +61,7 @@ def read_noted(
         path = folder / secret.file
         where = str(path)
         try:
-            remedy = f"install -m 600 /dev/stdin {path}"
+            remedy = f"install -m 600 /dev/stdin {path}, then paste the secret and press Ctrl-D"
             given = read_regular(path, MAX_PRIVATE_BYTES, remedy=remedy).decode("ascii", errors="replace")
         except UnusableFile as error:
             raise BadCredential(f"{where} {error}") from None

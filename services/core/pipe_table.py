@@ -112,8 +112,7 @@ class Table(StrictModel):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if (self.parquet is None) == (self.jdbc is None):
-            raise ValueError("exactly one of parquet and jdbc is needed. Try: {parquet: customers.parquet, columns: …}")
+        self.require_one_of("parquet", "jdbc", remedy="{parquet: customers.parquet, columns: …}")
         return self
 
 

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from services.core.broker.several.brokers import DEFAULT
+from services.core.pipe_webhook import StrictModel
 
 
 def _field_path(value: str) -> str:
@@ -30,10 +31,8 @@ TopicName = Annotated[str, AfterValidator(_topic_name), Field(pattern=r"^[A-Za-z
 """The name of a topic on the Kafka cluster, without the prefix of the fleet: any name that Kafka allows."""
 
 
-class FromHeader(BaseModel):
+class FromHeader(StrictModel):
     """A value in a header of the Kafka record."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     header: str = Field(
         min_length=1,
@@ -47,10 +46,8 @@ Place = FieldPath | FromHeader
 """Where a record of a topic of others has a value."""
 
 
-class TopicTarget(BaseModel):
+class TopicTarget(StrictModel):
     """A topic of others, as a destination."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: TopicName = Field(
         description="The name of the topic on the Kafka cluster, without the prefix of the fleet. It must be there.",

@@ -97,14 +97,13 @@ class Transform(StrictModel):
     @property
     def may_be_real_time(self) -> bool:
         """As far as the pipe file shows."""
-        stateless = self.sql is not None and self.deduplicate_within is None and self.watermark is None
+        stateless = all(getattr(self, key) is None for key in _NOT_REAL_TIME)
         open_mode = self.mode == "auto" and "interval" not in self.model_fields_set
         return stateless and (open_mode or self.mode == "real-time")
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if (self.sql is None) == (self.python is None):
-            raise ValueError("exactly one of sql and python is needed")
+        self.require_one_of("sql", "python")
         for key, reason in _NOT_REAL_TIME.items():
             if self.mode == "real-time" and getattr(self, key) is not None:
                 remedy = f"Try: mode: micro-batch, or the transform without {key}"

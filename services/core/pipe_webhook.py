@@ -18,6 +18,12 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    def require_one_of(self, *keys: str, remedy: str = "") -> None:
+        """Raises ValueError unless exactly one of these keys is there."""
+        if sum(getattr(self, key) is not None for key in keys) != 1:
+            tried = f". Try: {remedy}" if remedy else ""
+            raise ValueError(f"exactly one of {', '.join(keys[:-1])} and {keys[-1]} is needed{tried}")
+
 
 class Secret(StrictModel):
     """The place of a secret. The secret itself is never in a pipe file."""
@@ -46,8 +52,7 @@ class Secret(StrictModel):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if (self.file is None) == (self.env is None):
-            raise ValueError("exactly one of file and env is needed. Try: {file: webhook.secret}")
+        self.require_one_of("file", "env", remedy="{file: webhook.secret}")
         return self
 
 
@@ -171,8 +176,7 @@ class Auth(StrictModel):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if sum(kind is not None for kind in (self.bearer, self.header, self.oauth)) != 1:
-            raise ValueError("exactly one of bearer, header and oauth is needed. Try: {bearer: {file: receiver.token}}")
+        self.require_one_of("bearer", "header", "oauth", remedy="{bearer: {file: receiver.token}}")
         return self
 
 

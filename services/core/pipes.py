@@ -18,7 +18,15 @@ from services.core.pipe_topic import Name, TopicTarget
 from services.core.pipe_transform import Transform
 from services.core.pipe_webhook import StrictModel, Webhook
 from services.core.version import newer_format
-from services.core.yaml_source import BadConfiguration, Document, Problem, load_yaml, validate_document, with_meant_keys
+from services.core.yaml_source import (
+    BadConfiguration,
+    Document,
+    Problem,
+    load_yaml,
+    readable_part,
+    validate_document,
+    with_meant_keys,
+)
 
 
 def _broker_url(value: str) -> str:
@@ -72,8 +80,7 @@ class Destination(StrictModel):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if sum(one is not None for one in (self.webhook, self.stream, self.topic)) != 1:
-            raise ValueError("exactly one of webhook, stream and topic is needed")
+        self.require_one_of("webhook", "stream", "topic")
         return self
 
 
@@ -129,8 +136,7 @@ class Removed(StrictModel):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if sum(choice is not None for choice in (self.deliver_to, self.bury, self.drop)) != 1:
-            raise ValueError("exactly one of deliver_to, bury and drop is needed")
+        self.require_one_of("deliver_to", "bury", "drop")
         return self
 
 
@@ -204,6 +210,21 @@ def read_pipes(path: Path) -> tuple[Document, PipeFile, list[Problem]]:
 
     Raises BadConfiguration when the shape is wrong; it includes the broken references.
     """
+    document, file, shape, references = _read(path)
+    if shape or file is None:
+        raise BadConfiguration(shape + references)
+    return document, file, references
+
+
+def read_what_is_right(path: Path) -> tuple[Document, PipeFile | None, list[Problem]]:
+    """As `read_pipes`, but a wrong shape is among the problems, and the pipe file is without the parts that have it (None: too
+    little is left). So further checks find their mistakes in the same run. Raises BadConfiguration when nothing can be read."""
+    document, file, shape, references = _read(path)
+    return document, file, shape + references
+
+
+def _read(path: Path) -> tuple[Document, PipeFile | None, list[Problem], list[Problem]]:
+    """The file without its mistakes in shape, these mistakes, and the broken references. Raises BadConfiguration."""
     try:
         document = load_yaml(path)
     except BadConfiguration as error:
@@ -214,12 +235,10 @@ def read_pipes(path: Path) -> tuple[Document, PipeFile, list[Problem]]:
     if document.data is None:
         raise BadConfiguration([document.problem((), "is empty. Try: penstock init")])
     try:
-        file = validate_document(document, PipeFile)
+        return document, validate_document(document, PipeFile), [], _broken_references(document, document.data)
     except BadConfiguration as error:
-        raise BadConfiguration(
-            error.problems + _broken_references(document, with_meant_keys(document.data, PipeFile))
-        ) from None
-    return document, file, _broken_references(document, document.data)
+        references = _broken_references(document, with_meant_keys(document.data, PipeFile))
+        return document, readable_part(document.data, PipeFile), error.problems, references
 
 
 def _broken_references(document: Document, data: object) -> list[Problem]:

@@ -3,11 +3,15 @@
 The command line reads the sample, ingest makes records of it, and Spark runs the transform. None of them imports another.
 """
 
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import msgspec
 
 from services.core.broker.record import Record
+from services.core.field_path import field_reader
+from services.core.pipe_stream import Stream
+from services.core.pipe_topic import Place
 from services.core.yaml_source import Problem
 
 PHASE = "phase"
@@ -51,6 +55,15 @@ class AbsentField(msgspec.Struct, frozen=True):
     field: str | None
     events: int
     of: int
+
+
+def find_absent(name: str, stream: Stream, payloads: Sequence[dict[str, Any]]) -> Iterator[AbsentField]:
+    """The fields of this stream that its events lack; those that all of them have are left out."""
+    fields: tuple[tuple[Literal["id", "key", "time"], Place | None], ...]
+    fields = (("id", stream.id), ("key", stream.key), ("time", stream.time))
+    for use, field in fields:
+        if isinstance(field, str) and (events := field_reader(field)(payloads).count(None)):
+            yield AbsentField(name, use, field, events, len(payloads))
 
 
 class Sample(msgspec.Struct, frozen=True):

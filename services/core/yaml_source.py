@@ -269,6 +269,37 @@ def with_meant_keys(data: Any, model: type[BaseModel]) -> Any:
     return data
 
 
+def readable_part(data: Any, model: type[Model]) -> Model | None:
+    """What is left of the data without its mistakes, for further checks; None when too little is left.
+
+    A misspelled key counts as the one that is meant. No item leaves its list, so every key that is left keeps its path.
+    """
+    data = deepcopy(with_meant_keys(data, model))
+    while True:
+        try:
+            return model.model_validate(data)
+        except ValidationError as error:
+            items = error.errors(include_url=False, include_input=False)
+        wrong = [_innermost(data, known_path(data, item["loc"])) for item in items]
+        for found in wrong:
+            if found is None:
+                return None
+            parent, key = found
+            parent.pop(key, None)  # several mistakes may have one key
+
+
+def _innermost(data: Any, path: KeyPath) -> tuple[dict[Any, Any], str | int] | None:
+    """The last key on this path that the data has, with the mapping that it is in; None when it has none."""
+    found = None
+    for part in path:
+        if isinstance(data, dict) and part in data:
+            found = data, part
+        elif not isinstance(data, list) or not isinstance(part, int) or part >= len(data):
+            break
+        data = data[part]
+    return found
+
+
 def _meant_keys(model: type[BaseModel], data: Any, error: ValidationError) -> dict[KeyPath, str]:
     """By the path of each unknown key: the key of its place that it is close to."""
     items = error.errors(include_url=False, include_input=False)

@@ -39,9 +39,10 @@ class BatchFilter:
         self._config, self._tracker, self._metrics = config, tracker, lane_metrics
         self._ledger = lane_metrics.ledger
         self._parked = parked_topic(pipe)
-        self._returned = {
+        self._waiting = {
             topic: RetryTopicFilter(pipe, destination, config.siblings) for topic in (retry_topic(pipe), self._parked)
         }
+        """By the topic of waiting events that it sorts."""
         self._takeover = RetryTakeover(broker, pipe, destination, config.reach)
 
     async def prepare(self, polled: Collection[TopicPartition], assigned: Collection[TopicPartition]) -> None:
@@ -55,50 +56,50 @@ class BatchFilter:
     def choose(self, batch: Batch) -> Wanted:
         """Each batch once, in order. One with damage is sent as it is."""
         # Before the search for retries of the previous owner, whose records have no header of outputs.
-        mine = self._settle_filtered(batch)
-        if mine is not None and (taken_over := self._takeover.find(mine)):
-            mine = self._settle_taken_over(mine, taken_over)
+        mine = self._without_filtered(batch)
+        if mine is not None and (retrying := self._takeover.find(mine)):
+            mine = self._settle_retrying(mine, retrying)
         if mine is None:
             return Wanted()
-        if mine.topic in self._returned and mine.damage is None:
-            return self._sort_returned(mine)
+        if mine.topic in self._waiting and mine.damage is None:
+            return self._sort_waiting(mine)
         return Wanted([mine])
 
-    def _settle_filtered(self, batch: Batch) -> Batch | None:
+    def _without_filtered(self, batch: Batch) -> Batch | None:
         """Settle the tombstones, and the events that are in other outputs than the destination's. Returns the others."""
-        if batch.damage is not None or batch.topic in self._returned:
+        if batch.damage is not None or batch.topic in self._waiting:
             return batch
         mine: Batch | None = batch
-        of_others = batch.topic in self._config.others
+        of_others = batch.topic in self._config.topics_of_others
         taken = self._config.takes_tombstones
         if of_others or not taken:
             chosen = split_tombstones(batch, of_others=of_others, taken=taken)
-            mine = self._settle_others(chosen, metrics.EXPEL_TOMBSTONES)
+            mine = self._settle_filtered(chosen, metrics.EXPEL_TOMBSTONES)
         if mine is not None and self._config.outputs is not None:
-            mine = self._settle_others(self._config.outputs.choose(mine), metrics.EXPEL_FILTERED)
+            mine = self._settle_filtered(self._config.outputs.choose(mine), metrics.EXPEL_FILTERED)
         return mine
 
-    def _settle_others(self, chosen: Chosen, counter: Counter) -> Batch | None:
-        mine, others = chosen
-        if others is not None:
-            self._metrics.count(counter, len(others.records))
-            self._ledger.add("filtered", others.records)
-            self._tracker.settle(others.source, others.offsets)
+    def _settle_filtered(self, chosen: Chosen, counter: Counter) -> Batch | None:
+        mine, filtered = chosen
+        if filtered is not None:
+            self._metrics.count(counter, len(filtered.records))
+            self._ledger.add("filtered", filtered.records)
+            self._tracker.settle(filtered.source, filtered.offsets)
         return mine
 
-    def _settle_taken_over(self, batch: Batch, taken_over: Mapping[int, Span]) -> Batch | None:
+    def _settle_retrying(self, batch: Batch, retrying: Mapping[int, Span]) -> Batch | None:
         """Settle events that the previous owner wrote to the retry topic (by offset: when they are due). Returns the others."""
-        self._metrics.count(metrics.EXPEL_INHERITED, len(taken_over))
+        self._metrics.count(metrics.EXPEL_INHERITED, len(retrying))
         # The previous owner may have died before it reported them.
         for offset, record in zip(batch.offsets, batch.records, strict=True):
-            if (due := taken_over.get(offset)) is not None:
+            if (due := retrying.get(offset)) is not None:
                 self._ledger.add("retrying", [record], due)
-        self._tracker.settle(batch.source, list(taken_over))
-        return batch.without(list(taken_over))
+        self._tracker.settle(batch.source, list(retrying))
+        return batch.without(list(retrying))
 
-    def _sort_returned(self, batch: Batch) -> Wanted:
+    def _sort_waiting(self, batch: Batch) -> Wanted:
         """A batch of the retry or parked topic, which has events of other destinations too."""
-        found = self._returned[batch.topic].sort(batch)
+        found = self._waiting[batch.topic].sort(batch)
         self._tracker.settle(batch.source, [*found.others, *found.duplicates])
         self._metrics.count(metrics.EXPEL_TWINS, len(found.duplicates))
         self._metrics.count_unclaimed(found.unclaimed, batch.topic)

@@ -60,8 +60,8 @@ class LaneConfig:
     key wait for earlier ones. schedule: seconds before each round of the retry topic; empty: no rounds. serial: one request at
     a time, including its retries. timeout: seconds of one request; 0 for a stream. version: of the pipe's definition. siblings:
     the pipe's destinations, including this one; the lane counts events of other destinations in its retry and parked topics.
-    None: another lane counts them. outputs: None where the pipe has one output only. others: the sources that are topics of
-    others. takes_tombstones: its stream is compacted.
+    None: another lane counts them. outputs: None where the pipe has one output only. topics_of_others: the sources that
+    are. takes_tombstones: its stream is compacted.
     """
 
     pipe: str
@@ -80,7 +80,7 @@ class LaneConfig:
     version: str = ""
     siblings: frozenset[str] | None = None
     outputs: OutputFilter | None = None
-    others: frozenset[str] = frozenset()
+    topics_of_others: frozenset[str] = frozenset()
     takes_tombstones: bool = False
 
     @property

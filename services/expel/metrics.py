@@ -195,15 +195,14 @@ class LaneLedger:
         returned: str | None = None,
         kept: Sequence[str] = (),
         *,
-        others: Collection[str] = (),
+        topics_of_others: Collection[str] = (),
         late: bool = False,
     ) -> "LaneLedger":
         """One with a reporter.
 
         sources: the topics from which events come first. Events from the retry topic (`returned`) or from the topics in `kept`
-        were reported as retrying, parked or dead: they are outstanding, and no minute waits for them. others: the
-        sources that are topics of others.
-        late: the destination begins at the newest event.
+        were reported as retrying, parked or dead: they are outstanding, and no minute waits for them. topics_of_others: the
+        sources that are. late: the destination begins at the newest event.
         """
         lag_in = LagHistogram()
         lags = {
@@ -221,8 +220,9 @@ class LaneLedger:
         }
         backlogs = {name: _Backlog(topics, broker.is_contiguous) for name, topics in topics_by_name.items() if topics}
         group = follow_group(broker, delivery_group(pipe, destination), set().union(*topics_by_name.values()))
-        first = FirstReader(producer, others) if others else None
-        begins = LateStart(broker, delivery_group(pipe, destination), others) if others and late else None
+        first = FirstReader(producer, topics_of_others) if topics_of_others else None
+        is_late = bool(topics_of_others) and late
+        begins = LateStart(broker, delivery_group(pipe, destination), topics_of_others) if is_late else None
         return cls(reporter, lag_in, broker.reader, group, backlogs, first, begins)
 
     async def before_join(self) -> None:

@@ -19,10 +19,10 @@ _MAX_REMEMBERED = 10_000
 
 
 class Chosen(NamedTuple):
-    """mine: the events of the destination, without the header; None: there is none. others: the records of other outputs."""
+    """mine: the events of the destination, without the header; None: there is none. filtered: all other records."""
 
     mine: Batch | None
-    others: Batch | None
+    filtered: Batch | None
 
 
 class OutputFilter:
@@ -75,10 +75,10 @@ class OutputFilter:
 
 
 def split_tombstones(batch: Batch, *, of_others: bool = False, taken: bool = False) -> Chosen:
-    """The others are tombstones: records with a key and an event id, and without a value; in a topic of others, all without a
+    """Filtered are tombstones: records with a key and an event id, and without a value; in a topic of others, all without a
     value. Not for a batch with damage.
 
-    taken: the destination takes tombstones. Then the others are only those that delete nothing: they have no key.
+    taken: the destination takes tombstones. Then only those are filtered that delete nothing: they have no key.
     """
     gone = [
         index

@@ -76,7 +76,7 @@ class LanePlan:
     """One destination of one pipe, with its signing keys and credentials.
 
     removed: names of destinations that the pipe no longer has. former: the lanes whose events and positions it gets, by
-    `renamed_from` and `removed`. others: the streams that it reads whose topics are others'. compacted: its stream is.
+    `renamed_from` and `removed`. topics_of_others: the streams that it reads whose topics are others'. compacted: its stream is.
     """
 
     pipe_name: str
@@ -86,7 +86,7 @@ class LanePlan:
     credentials: Credentials
     removed: frozenset[str] = frozenset()
     former: tuple[str, ...] = ()
-    others: frozenset[str] = frozenset()
+    topics_of_others: frozenset[str] = frozenset()
     compacted: bool = False
 
 
@@ -313,7 +313,7 @@ class LaneBuilder:
             destination.name,
             siblings=_find_siblings(plan),
             outputs=OutputFilter.of(plan.pipe, destination),
-            others=plan.others,
+            topics_of_others=plan.topics_of_others,
             version=pipe_version(plan.pipe),
         )
         if webhook is None:
@@ -356,7 +356,7 @@ class LaneBuilder:
             sources,
             returned,
             kept,
-            others=plan.others,
+            topics_of_others=plan.topics_of_others,
             late=plan.destination.start == "latest",
         )
 

@@ -74,6 +74,12 @@ def find_keys(keys: Path | None, data: Path) -> Path:
     return keys or Path(state.keys if state is not None and state.keys is not None else "keys.yaml")
 
 
+def find_networks(networks: str | None, data: Path) -> str:
+    """The private networks as given, else those that webhooks of the running fleet may reach; "": none. Blocking."""
+    state = find_fleet(data) if networks is None else None
+    return networks or (state.allow_networks if state is not None else "")
+
+
 def ingest_url(listen: str) -> str:
     """The URL by which this machine reaches a server that listens on this address. Every address means loopback."""
     host, port = parse_address(listen)

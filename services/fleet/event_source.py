@@ -132,7 +132,9 @@ def _read_text(first: bytes, source: Readable) -> Iterator[SourceEvent]:
     text = first.lstrip()
     closing = "]" if text.startswith(b"[") else ""
     line, newline, _ = text.partition(b"\n")
-    if newline and not _fault(line.strip()):
+    if newline and not _fault(
+        line.strip().decode(errors="replace").encode()
+    ):  # a line that is not UTF-8 is its own fault
         return _read_lines(first, source)
     if closing and not _is_broken(line + newline):
         return _read_values(first, source, closing=closing)
@@ -289,4 +291,5 @@ class _Text:
 
     def _check(self) -> None:
         if self._fault is not None:
-            raise BadInput("the input is not UTF-8 text") from self._fault
+            line = self._lines + self.buffer.count("\n")
+            raise BadInput(f"line {line} is not UTF-8 text") from self._fault

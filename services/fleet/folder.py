@@ -57,7 +57,7 @@ class ProcessState(msgspec.Struct, frozen=True):
 class FleetState(msgspec.Struct, frozen=True):
     """The state file of a running fleet. keys: the API keys that ingest reads, an absolute path; None: senders need no key.
 
-    penstock: the version of the supervisor; "" before 0.2. version: of this format.
+    penstock: the version of the supervisor; "" before 0.2. allow_networks: as in `UpSettings`. version: of this format.
     """
 
     pid: int
@@ -71,6 +71,7 @@ class FleetState(msgspec.Struct, frozen=True):
     registry: str = ""
     """The address of the registry; empty: none runs."""
     penstock: str = ""
+    allow_networks: str = ""
     version: int = _VERSION
 
 

@@ -1,5 +1,6 @@
 """The state of destinations for operators: running, paused or replaying, and the number of parked events."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from services.core.broker.errors import UnknownTopic
 from services.core.broker.reading import read_topic
 from services.core.pauses import Pause, Pauses
 from services.core.pipes import Destination, PipeFile
-from services.core.retry_state import PREFIX
 from services.core.snapshot import original_of
 from services.core.times import format_time
 from services.core.topic_names import delivery_group, lane_name, parked_topic, renames_of
+from services.core.waiting import lane_of
 from services.fleet.console import make_table
 from services.fleet.dead.view import plain
 from services.fleet.problem import CommandFailed, unknown_name
@@ -118,9 +119,25 @@ async def read_pauses(reader: Reader, pipes: PipeFile | None = None) -> Pauses:
     return pauses
 
 
-async def count_parked(broker: Broker, found: list[DestinationState]) -> list[DestinationState]:
-    """Add the number of parked events. Reads all events that the pipe parked since the last replay."""
-    return [replace(one, parked=await _count_parked(broker, one.pipe, one.destination)) for one in found]
+async def count_parked(
+    broker: Broker, found: list[DestinationState], renames: Mapping[str, str]
+) -> list[DestinationState]:
+    """Add the number of parked events. Reads all events that the pipe parked since the last replay.
+
+    renames: as in `Pauses`. Expel takes the events of a former name over when it starts; until then they count, too.
+    """
+    return [
+        replace(
+            one,
+            parked=sum(
+                [
+                    await _count_parked(broker, *lane.split("/"))
+                    for lane in (one.lane, *(old for old, new in renames.items() if new == one.lane))
+                ]
+            ),
+        )
+        for one in found
+    ]
 
 
 async def _count_parked(broker: Broker, pipe: str, destination: str) -> int:
@@ -133,7 +150,7 @@ async def _count_parked(broker: Broker, pipe: str, destination: str) -> int:
     for partition, stored in kept.items():
         start = max(stored.start, settled.get(partition, stored.start - 1) + 1)
         async for batch in read_topic(broker.reader, topic, partition, PartitionRange(start, stored.end)):
-            count += sum(record.header(f"{PREFIX}destination") == destination.encode() for record in batch.records)
+            count += sum(lane_of(record) == lane_name(pipe, destination) for record in batch.records)
     return count
 
 

@@ -10,7 +10,7 @@ from services.core.credentials import BadCredential, read_value
 from services.core.destination_check import check_destinations, find_exposed_secrets
 from services.core.net_guard import NetPolicy, parse_endpoints, parse_networks
 from services.core.pipe_table import not_on_cluster
-from services.core.pipes import PipeFile, read_pipes
+from services.core.pipes import PipeFile, read_pipes, read_what_is_right
 from services.core.snapshot import Contents, read_contents
 from services.core.yaml_source import BadConfiguration, Document, Problem
 from services.fleet.problem import CommandFailed
@@ -39,15 +39,16 @@ def check_pipe_file(
         allowed = parse_networks(allow_networks)
     except ValueError as error:
         raise BadConfiguration([Problem("--allow-networks", "", str(error))]) from None
-    document, pipes, problems = read_pipes(path)
+    document, pipes, problems = read_what_is_right(path)
     policy = NetPolicy(allow=allowed, own=parse_endpoints(listen))
-    problems += check_destinations(document, pipes, policy, os.environ if secrets else None)
-    problems += _missing_files(document, pipes)
-    problems += _bad_columns(document, pipes)
-    problems += _tables_out_of_reach(document, pipes, master)
-    problems += _unquoted_names(document, pipes)
-    problems += _unusable_passwords(document, pipes) if secrets else []
-    if problems:
+    if pipes is not None:
+        problems += check_destinations(document, pipes, policy, os.environ if secrets else None)
+        problems += _missing_files(document, pipes)
+        problems += _bad_columns(document, pipes)
+        problems += _tables_out_of_reach(document, pipes, master)
+        problems += _unquoted_names(document, pipes)
+        problems += _unusable_passwords(document, pipes) if secrets else []
+    if problems or pipes is None:
         raise BadConfiguration(problems)
     return pipes
 

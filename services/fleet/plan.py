@@ -24,7 +24,7 @@ autoscaler ends first, so that it does not resize a stopping fleet."""
 class FleetPlan:
     """The processes of one fleet. data: absolute. broker: a URL. listen, observer: the addresses of ingest and the observer.
     keys: the API keys that ingest reads, an absolute path, or None. tables: of the table service, None without one.
-    registry: the address of the schema registry, or empty.
+    registry: the address of the schema registry, or empty. allow_networks: as in `UpSettings`.
 
     pipes: the pipe file, or its copy in the fleet's snapshot.
     """
@@ -40,6 +40,7 @@ class FleetPlan:
     keys: str | None = None
     registry: str = ""
     tables: str | None = None
+    allow_networks: str = ""
 
 
 def has_registry(settings: UpSettings) -> bool:
@@ -123,6 +124,7 @@ def make_plan(
         keys,
         registry or "",
         tables,
+        settings.allow_networks,
     )
 
 

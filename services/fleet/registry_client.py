@@ -64,6 +64,8 @@ async def ask(
         ) from error
     if answer.status in (200, 201) or answer.status in accept:
         return answer.status, found
+    if str(found.get("type", "")).endswith(":subject-not-found"):
+        raise CommandFailed("there is no such subject", "penstock schemas list", status=2)
     text = ". ".join(str(found[key]) for key in ("title", "detail") if found.get(key))
     remedy = "--key-file with an API key, or PENSTOCK_KEY" if answer.status == 401 else ""
     raise CommandFailed(text, remedy, status=2 if answer.status in _WRONG_INPUT else 1)

@@ -107,6 +107,11 @@ def master_of_transforms(config: Path | None, environ: Mapping[str, str] = os.en
     return _setting_of("transform", "master", config, environ) or "auto"
 
 
+def networks_of_webhooks(config: Path | None, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The private networks that webhooks of `penstock up` may reach by variable or settings file; None without one. Blocking."""
+    return _setting_of("up", "allow_networks", config, environ)
+
+
 def _setting_of(service: str, name: str, config: Path | None, environ: Mapping[str, str]) -> str | None:
     """The text of one setting of a service, as it is written; None when neither a variable nor the file has it."""
     data = load_yaml(config).data if config is not None else None

@@ -180,7 +180,7 @@ async def _destination(
     labels = {"pipe": pipe, "destination": destination}
     sample = reading.sample
     records, millis = await _group_lag(broker, delivery_group(pipe, destination), topics)
-    pause = pauses.get(lane_name(pipe, destination))
+    pause, waiting = pauses.get(lane_name(pipe, destination)), _waiting(sample, labels)
     return {
         **labels,
         "up": bool(sample.total("penstock_expel_lane_up", **labels)),
@@ -188,13 +188,13 @@ async def _destination(
         "retried": int(sample.total("penstock_expel_events_retried_total", **labels)),
         "dead": int(sample.total("penstock_expel_events_dead_total", **labels)),
         "rate": reading.rate("penstock_expel_events_delivered_total", **labels),
-        "paused": None if pause is None else await _paused(broker, pipe, destination, pause),
+        "paused": None if pause is None else await _paused(broker, pipe, destination, pause, waiting),
         "breaker": BREAKER_STATES[worst_breaker(sample, labels)],
         "breaker_open": worst_breaker(sample, labels) > 0,
         "next_probe_ms": _next_probe(sample, labels),
         "lag_records": records,
         "lag_ms": millis,
-        "waiting": _waiting(sample, labels),
+        "waiting": waiting,
         "e2e_lag_ms": quantiles(sample.lag("penstock_e2e_lag_seconds", **labels)),
         "event_lag_ms": quantiles(sample.lag("penstock_event_lag_seconds", **labels)),
     }
@@ -221,10 +221,13 @@ def _waiting(sample: Sample, labels: Mapping[str, str]) -> int | None:
     return int(sample.total(name, **labels)) if known else None
 
 
-async def _paused(broker: Broker | None, pipe: str, destination: str, pause: Pause) -> dict[str, Any]:
-    """parked: an upper bound. It includes later parked events of the pipe's other destinations: the records are not read."""
+async def _paused(
+    broker: Broker | None, pipe: str, destination: str, pause: Pause, waiting: int | None
+) -> dict[str, Any]:
+    """parked: an upper bound. Of the events behind the group's position, which are also other destinations' and copies of events
+    of a former name, no more are parked than wait: the records are not read."""
     parked, _ = await _group_lag(broker, delivery_group(pipe, destination), [parked_topic(pipe)])
-    return {**pause_json(pause), "parked": parked}
+    return {**pause_json(pause), "parked": min((one for one in (parked, waiting) if one is not None), default=None)}
 
 
 async def _read_pauses(broker: Broker | None, pipes: PipeFile) -> Mapping[str, Pause]:

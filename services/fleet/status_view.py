@@ -68,7 +68,7 @@ def render_status(status: dict[str, Any]) -> RenderableType:
     if status["destinations"]:
         parts.append(_destinations(status["destinations"]))
         parts.append(Text(f"{_CLOCKS}\n{_BEHIND}", style="dim"))
-        parts += [_failing(row) for row in status["destinations"] if row["breaker_open"]]
+        parts += [_failing(row) for row in status["destinations"] if row["breaker_open"] and row["paused"] is None]
         parts += [_paused(row) for row in status["destinations"] if row["paused"] is not None]
     if status["retrier"] is not None:
         parts.append(_retrier(status["retrier"]))

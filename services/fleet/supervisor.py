@@ -158,7 +158,8 @@ class Fleet:
         ]
         plan = self.plan
         where = (plan.broker, str(plan.pipes), plan.listen, plan.observer)
-        return FleetState(os.getpid(), self.management, *where, processes, plan.keys, plan.registry, VERSION)
+        rest = (plan.keys, plan.registry, VERSION, plan.allow_networks)
+        return FleetState(os.getpid(), self.management, *where, processes, *rest)
 
     async def keep_state(self) -> None:
         """Write the state file after each change. A failed write is logged once and tried again.

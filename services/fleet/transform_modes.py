@@ -11,16 +11,19 @@ from services.core.pipes import PipeFile
 
 _ASKED = "mode is set"
 _REASONS = {
-    "asked": _ASKED,
-    "broker": "only Kafka can be read in real-time mode. Try: a broker kafka://HOST:9092, where seconds matter",
-    "python": "Spark runs no Python functions in real-time mode. Try: write the transform in SQL",
-    "deduplication": "deduplicate_within needs micro-batches. Try: leave it out, where receivers recognise repeated events by "
-    "their id",
-    "state": "it works on several events. Try: a pipe of its own for the part that treats each event by itself",
-    "interval": "interval is set, which only micro-batches have. Try: leave it out",
-    "plan": "it reads tables. Try: a pipe of its own for what works without them",
-    "cluster": "the number of task slots of a cluster changes. Try: mode: real-time, with enough executors",
+    "asked": (_ASKED, ""),
+    "broker": ("only Kafka can be read in real-time mode", "a broker kafka://HOST:9092, where seconds matter"),
+    "python": ("Spark runs no Python functions in real-time mode", "write the transform in SQL"),
+    "deduplication": (
+        "deduplicate_within needs micro-batches",
+        "leave it out, where receivers recognise repeated events by their id",
+    ),
+    "state": ("it works on several events", "a pipe of its own for the part that treats each event by itself"),
+    "interval": ("interval is set, which only micro-batches have", "leave it out"),
+    "plan": ("it reads tables", "a pipe of its own for what works without them"),
+    "cluster": ("the number of task slots of a cluster changes", "mode: real-time, with enough executors"),
 }
+"""The reason for micro-batches, and what would allow real-time mode."""
 
 
 class ExpectedMode(NamedTuple):
@@ -32,9 +35,11 @@ class ExpectedMode(NamedTuple):
     why: str
 
     def describe(self, *, is_known: bool) -> str:
-        """The end of a sentence about the transform. is_known: whether the broker is."""
+        """The end of a sentence about the transform. is_known: whether the broker is. Without it, it may be the embedded log,
+        which allows no real-time mode anyhow."""
         if self.mode == "micro-batch":
-            return f"runs in micro-batches: {_REASONS[self.why]}"
+            reason, remedy = _REASONS[self.why]
+            return f"runs in micro-batches: {reason}{f'. Try: {remedy}' if remedy and is_known else ''}"
         if self.why == "asked":
             return (
                 f"runs in real-time mode, or does not start: {_ASKED}. Try: mode: auto, which takes what Spark allows"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,15 @@ from services.core.broker.record import Record
 from services.core.dead_letter import DeadLetter, Position
 from services.core.event import OUTPUTS, read_arrival, read_id
 from services.core.pipes import Pipe, PipeFile
-from services.core.sample import AbsentField, RefusedEvent, Sample, SampleEvent, SampleRecord, TrialResult
+from services.core.sample import (
+    AbsentField,
+    RefusedEvent,
+    Sample,
+    SampleEvent,
+    SampleRecord,
+    TrialResult,
+    find_absent,
+)
 from services.core.times import format_time
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import opened
@@ -83,6 +92,18 @@ async def read_streams(url: str, pipes: PipeFile, streams: Sequence[str], most: 
                     records = _cut(records, most, newest=newest)
             found += _cut(records, most, newest=newest)
     return found
+
+
+def find_absent_fields(pipes: PipeFile, records: Sequence[SampleRecord]) -> list[AbsentField]:
+    """Of the stored events of each stream that are JSON objects: the fields for id, key and time that they lack. An event of a
+    topic of others lacks nothing: the record has what a field does not."""
+    payloads: dict[str, list[dict[str, Any]]] = {}
+    for one in records:
+        if pipes.streams[one.topic].topic is not None:
+            continue
+        with suppress(msgspec.DecodeError, RecursionError):
+            payloads.setdefault(one.topic, []).append(msgspec.json.decode(one.record.value or b"", type=dict[str, Any]))
+    return [one for name, found in payloads.items() for one in find_absent(name, pipes.streams[name], found)]
 
 
 def _cut(records: list[SampleRecord], most: int, *, newest: bool) -> list[SampleRecord]:

@@ -11,11 +11,11 @@ import itertools
 import os
 import re
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
+from services.core.field_path import Column
 from services.core.ledger.report import MAX_NUMBER
 from services.core.problem_type import ProblemType
 from services.core.units import format_duration
@@ -40,23 +40,6 @@ _Time = Annotated[datetime.datetime, msgspec.Meta(tz=True)]
 
 Faults = dict[int, tuple[ProblemType, str]]
 """The faults by row."""
-Column = list[Any]
-Reader = Callable[[Sequence[dict[str, Any]]], Column]
-
-
-def field_reader(path: str) -> Reader:
-    """A function that returns the column of one payload field (nested names joined by dots) from parsed payloads."""
-    first, *rest = path.split(".")
-    if not rest:
-        return lambda documents: [document.get(first) for document in documents]
-
-    def read(documents: Sequence[dict[str, Any]]) -> Column:
-        column: Column = [document.get(first) for document in documents]
-        for name in rest:
-            column = [value.get(name) if type(value) is dict else None for value in column]
-        return column
-
-    return read
 
 
 def read_ids(column: Column, name: str = "The id") -> tuple[list[bytes | None], Faults]:

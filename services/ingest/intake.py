@@ -13,19 +13,17 @@ import msgspec
 from services.core import event
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.record import Headers, Record
+from services.core.field_path import Column, Reader, field_reader
 from services.core.pipe_stream import Stream
 from services.core.pipe_topic import Place
 from services.core.problem_type import ProblemType
 from services.ingest import problems
 from services.ingest.cloudevents import JSON, NO_DATA
 from services.ingest.event_fields import (
-    Column,
     Faults,
     IdMaker,
     Numbers,
     Origins,
-    Reader,
-    field_reader,
     read_ids,
     read_keys,
     read_times,

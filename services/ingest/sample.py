@@ -7,19 +7,17 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from services.core.lifecycle import report_bad_configuration
 from services.core.pipe_stream import Stream
-from services.core.pipe_topic import Place
 from services.core.pipes import PipeFile, load_pipes
-from services.core.sample import AbsentField, RefusedEvent, Sample, SampleEvent, SampleRecord
+from services.core.sample import AbsentField, RefusedEvent, Sample, SampleEvent, SampleRecord, find_absent
 from services.core.settings import load_settings
 from services.core.yaml_source import BadConfiguration
-from services.ingest.event_fields import field_reader
 from services.ingest.intake import Intake
 from services.ingest.json_events import Limits, read_json
 from services.ingest.problems import Refused
@@ -49,7 +47,9 @@ def make_sample(events: Sequence[SampleEvent], pipes: PipeFile, limits: Limits, 
                 offsets[event.stream, partition] += 1
                 sample.records.append(SampleRecord(event.place, event.stream, partition, str(offset), record))
     for name, payloads in accepted.items():
-        sample.absent.extend(_find_absent(name, streams[name], payloads))
+        sample.absent.extend(find_absent(name, streams[name], payloads))
+        if streams[name].time is None:
+            sample.absent.append(AbsentField(name, "time", None, len(payloads), len(payloads)))
     return sample
 
 
@@ -59,17 +59,6 @@ def _as_own(stream: Stream) -> Stream:
         return stream
     places = {name: getattr(stream, name) for name in ("id", "key", "time", "columns")}
     return Stream(**{name: place for name, place in places.items() if isinstance(place, str)})
-
-
-def _find_absent(name: str, stream: Stream, payloads: Sequence[Any]) -> Iterator[AbsentField]:
-    fields: tuple[tuple[Literal["id", "key", "time"], Place | None], ...]
-    fields = (("id", stream.id), ("key", stream.key), ("time", stream.time))
-    for use, field in fields:
-        if isinstance(field, str):
-            if events := field_reader(field)(payloads).count(None):
-                yield AbsentField(name, use, field, events, len(payloads))
-        elif use == "time":
-            yield AbsentField(name, use, None, len(payloads), len(payloads))
 
 
 def main() -> int:

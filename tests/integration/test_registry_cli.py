@@ -5,6 +5,10 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
+from services.fleet.problem import CommandFailed
+from services.fleet.registry_client import Registry, ask
 from tests.unit.registry.service import Client, running_registry
 from tests.unit.registry.test_api import IDL, INCOMPATIBLE, V1
 
@@ -51,3 +55,6 @@ async def test_exit_codes(tmp_path: Path) -> None:
         assert (await penstock(client, "push", tmp_path / "shop.avdl"))[0] == 0
         status, out = await penstock(client, "show", "clicks-value@latest")
         assert (status, json.loads(out)) == (0, json.loads(V1))
+        with pytest.raises(CommandFailed, match="there is no such subject") as caught:
+            await ask(Registry(client.base), "GET", "/v1/subjects/clicks")
+        assert "penstock schemas list" in caught.value.remedy

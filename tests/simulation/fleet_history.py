@@ -240,19 +240,16 @@ class FleetHistory(History):
             await self.operator.act(kind)
 
     def _strike_process(self, kind: str) -> None:
-        rng, alive = self.rng, self.fleet.alive()
+        rng = self.rng
         if kind == "expire":
             members = self.cluster.coordinator.groups()
             if members:
                 self.cluster.coordinator.expire(*rng.choice(members))
             return
-        if not alive:
+        process = self.strike_one(kind, self.fleet.alive())
+        if process is None:
             return
-        process = rng.choice(alive)
-        self.trace(f"{kind} {process.name}")
-        if kind == "kill":
-            process.kill_at = process.steps + rng.choice((1, rng.randint(1, 300), rng.randint(1, 40)))
-        elif kind == "clock":
+        if kind == "clock":
             process.skew = self.fleet.skews[process.name] = rng.choice((-30.0, -2.0, 0.0, 2.0, 30.0))
         elif kind == "terminate":
             process.terminate()

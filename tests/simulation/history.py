@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tests.simulation.clock import follow, seed_everything
@@ -44,6 +44,18 @@ class History(ABC):
         self._hash.update(text.encode())
         if self._tell is not None:
             self._tell(text)
+
+    def strike_one(self, kind: str, processes: Sequence[Process]) -> Process | None:
+        """Choose one of these for a strike of this kind; None: there is none. A kill is done with it: it comes at a step of the
+        process, soon."""
+        if not processes:
+            return None
+        process = self.rng.choice(processes)
+        self.trace(f"{kind} {process.name}")
+        if kind == "kill":
+            steps = self.rng.choice((1, self.rng.randint(1, 300), self.rng.randint(1, 40)))
+            process.kill_at = process.steps + steps
+        return process
 
     def _elapsed(self) -> float:
         """Virtual seconds."""

@@ -15,7 +15,7 @@ from services.core.causes import Causes
 from services.core.pauses import OPERATOR, Pause, list_paused, write_pause
 from services.core.pipes import PipeFile, load_pipes
 from services.core.scrape import Sample, scrape
-from services.core.topic_names import lane_name
+from services.core.topic_names import lane_name, renames_of
 from services.core.units import format_count
 from services.fleet.access import find_broker, find_fleet, find_pipes, opened
 from services.fleet.console import ERR, OUT, print_note
@@ -147,7 +147,7 @@ async def _read_state(
             for (of_pipe, _, destination), pause in paused
             if destination == name and pipe in (None, of_pipe)
         ]
-        return causes, await count_parked(broker, chosen)
+        return causes, await count_parked(broker, chosen, where.renames)
 
 
 OfPipe = Annotated[str | None, typer.Option("--pipe", help="Only in this pipe; absent: in every pipe that has it.")]
@@ -201,7 +201,8 @@ async def _change(
                 await write_pause(producer, one.lane, new)
                 changed.add(one.lane)
         await pauses.refresh()
-        for one in await count_parked(broker, choose(list_destinations(file, pauses), name, pipe, path)):
+        chosen = choose(list_destinations(file, pauses), name, pipe, path)
+        for one in await count_parked(broker, chosen, renames_of(file)):
             if as_json:
                 typer.echo(json.dumps(one.as_json()))
             elif one.lane in changed and one.state != "paused":
@@ -229,4 +230,5 @@ def list_all(pipes: Pipes = None, broker: BrokerUrl = None, data: Data = Path("d
 
 async def _list(url: str, file: PipeFile) -> list[DestinationState]:
     async with opened(url) as broker:
-        return await count_parked(broker, list_destinations(file, await read_pauses(broker.reader, file)))
+        found = list_destinations(file, await read_pauses(broker.reader, file))
+        return await count_parked(broker, found, renames_of(file))

@@ -17,11 +17,11 @@ from services.core.topic_names import removed_lanes, removed_pipes
 from services.core.units import DURATION_PATTERN, SIZE_PATTERN, format_count, format_duration, format_size
 from services.core.waiting import WaitingEvents
 from services.core.yaml_source import BadConfiguration, Problem
-from services.fleet.access import find_broker
+from services.fleet.access import find_broker, find_networks
 from services.fleet.console import OUT, print_note
 from services.fleet.pipe_check import check_pipe_file, find_warnings
 from services.fleet.problem import CommandFailed
-from services.fleet.settings import master_of_transforms
+from services.fleet.settings import master_of_transforms, networks_of_webhooks
 from services.fleet.state_check import check_states
 from services.fleet.topics import (
     Checked,
@@ -111,9 +111,11 @@ def _as_written(node: Any) -> Any:
 
 PipeFilePath = Annotated[Path, typer.Option("--pipes", "-f", envvar="PENSTOCK_PIPES", help="The pipe file.")]
 Allowed = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--allow-networks", envvar="PENSTOCK_UP_ALLOW_NETWORKS", help="Private networks that webhooks may reach."
+        "--allow-networks",
+        envvar="PENSTOCK_UP_ALLOW_NETWORKS",
+        help="Private networks that webhooks may reach, as for penstock up. Absent: those of the fleet that runs on --data.",
     ),
 ]
 
@@ -146,7 +148,7 @@ def init(
 )
 def check(
     pipes: PipeFilePath = Path("pipes.yaml"),
-    allow_networks: Allowed = "",
+    allow_networks: Allowed = None,
     broker: BrokerUrl = None,
     data: Data = Path("data"),
     config: Annotated[
@@ -155,13 +157,13 @@ def check(
             "--config",
             envvar="PENSTOCK_CONFIG",
             metavar="FILE",
-            help="The settings file, with the Spark master of the transforms (or PENSTOCK_TRANSFORM_MASTER).",
+            help="The settings file of penstock up: its allowed networks, and the Spark master of the transforms count here.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a pipe file. Prints every mistake with file, line and key; without one, the secrets that cannot be read. Status 2
-    when there is one.
+    """Check a pipe file, and the secrets and files that it names. Prints every mistake with file, line and key. Status 2 when
+    there is one.
 
     It reads the names and types in `columns`, but does not analyse transforms: `penstock try` does. `not_analysed` in --json
     lists the pipes that have one, and `modes` how each will run, as far as that shows without Spark. A changed transform is
@@ -173,7 +175,8 @@ def check(
     """
     try:
         master = master_of_transforms(config)
-        found = check_pipe_file(pipes, allow_networks=allow_networks, master=master)
+        networks = find_networks(allow_networks or networks_of_webhooks(config), data)
+        found = check_pipe_file(pipes, allow_networks=networks, master=master)
         known = _check_broker(broker, data, found, pipes)
         if isinstance(known, Checked):
             problems = name_unclaimed(known.waiting, found, pipes) + known.changes.problems(pipes)
@@ -299,7 +302,7 @@ def apply(
     ] = None,
     data: Data = Path("data"),
     pipes: PipeFilePath = Path("pipes.yaml"),
-    allow_networks: Allowed = "",
+    allow_networks: Allowed = None,
     grow: Annotated[
         bool,
         typer.Option("--grow", help="Add partitions where the pipe file has more. Keys then map to other partitions."),
@@ -320,7 +323,7 @@ def apply(
     Status 2 when events wait for a destination that is neither in the file nor in its `removed`, or a pipe that is gone leaves
     dead letters.
     """
-    found = check_pipe_file(pipes, allow_networks=allow_networks, secrets=False)
+    found = check_pipe_file(pipes, allow_networks=find_networks(allow_networks, data), secrets=False)
     url = find_broker(broker, data)
     changes = uvloop.run(check_changes(url, found, pipes, None))
     done, waiting, grown = uvloop.run(prepare(url, found, pipes, grow=grow))

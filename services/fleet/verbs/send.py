@@ -174,9 +174,10 @@ async def _send(
             raw.stop()  # ends the read of the thread, which would block the end of the event loop
             return error
         except BadInput as error:
-            return CommandFailed(
-                f"{name}: {error}", "mending the input; the events before the damage were sent, see the summary"
-            )
+            remedy = "mending the input; the events before the damage were sent, see the summary"
+            if not summary.accepted and not summary.refused:
+                remedy = "a JSON array, or one JSON object per line; nothing was sent"
+            return CommandFailed(f"{name}: {error}", remedy)
         except SendingFailed as error:
             remedy = await asyncio.to_thread(_remedy, error.status, fleet)
             return CommandFailed(f"{target.url}: {error}; the remaining events were not sent", remedy)

@@ -22,6 +22,7 @@ from services.fleet.problem import CommandFailed
 from services.fleet.trial import (
     MOST_EVENTS,
     Trial,
+    find_absent_fields,
     make_records,
     output_json,
     read_files,
@@ -106,6 +107,7 @@ def _try(
     if from_stream is not None:
         url: str | None = find_broker(broker, data)
         records: Sequence[SampleRecord] = uvloop.run(read_streams(url or "", pipe_file, pipe.sources, from_stream))
+        absent = find_absent_fields(pipe_file, records)
     else:
         url = broker
         read = read_files(_match(sample, pipe.sources))
@@ -231,7 +233,7 @@ def _when_live(trial: Trial, sources: Sequence[str], delay: float) -> str:
     return f"{text}. This sample alone would bring windows that ended by {format_time(min(known) - int(delay * 1000))} at most"
 
 
-_INSTEAD = {"id": "they get new ids", "key": "they have no key", "time": "they get the time of this trial"}
+_INSTEAD = {"id": "they get new ids", "key": "they have no key", "time": "they get the time of their arrival"}
 
 
 def _absent(one: AbsentField) -> str:

@@ -344,19 +344,15 @@ class ReaderHistory(History):
                 self.world.strike(kind)
 
     def _strike_process(self, kind: str) -> None:
-        rng, alive = self.rng, self._alive()
-        if not alive:
+        process = self.strike_one(kind, self._alive())
+        if process is None:
             return
-        process = rng.choice(alive)
-        self.trace(f"{kind} {process.name}")
-        if kind == "kill":
-            process.kill_at = process.steps + rng.choice((1, rng.randint(1, 300), rng.randint(1, 40)))
-        elif kind == "terminate":
+        if kind == "terminate":
             process.terminate()
             self.machine.call_later(DRAIN_S + 12.0, process.kill)
-        elif not process.frozen:
+        elif kind == "freeze" and not process.frozen:
             process.freeze()
-            self.machine.call_later(rng.choice((0.5, 3.0, 7.0)), process.thaw)
+            self.machine.call_later(self.rng.choice((0.5, 3.0, 7.0)), process.thaw)
 
     async def _settle(self) -> bool:
         until = self.machine.time() + SETTLE_S

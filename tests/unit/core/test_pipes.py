@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.core.pipes import PipeFile, load_pipes, needs_retrier, pipe_version
+from services.core.pipes import PipeFile, load_pipes, needs_retrier, pipe_version, read_what_is_right
 from services.core.topic_names import dead_letter_topic, delivery_group, delivery_topics, output_topic
 from services.core.yaml_source import BadConfiguration
 
@@ -115,6 +115,24 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
         "7: pipes.late.sources.1: 'weather' is not among streams: Weather, flights",
         "17: pipes.raw.destinations[mirror].stream: 'weather' is not among streams: Weather, flights",
     ]
+
+
+def test_what_is_right_is_read_beside_a_mistake(tmp_path: Path) -> None:
+    """Broken: one mistake hides another until the next run, or a place in the file is named by the wrong index."""
+    text = GOOD.replace("id: id", "id: 5").replace("timeout: 5s", "timeot: 5s, acks: 1, auth: {}")
+    text = text.replace("- name: copy\n", "- nam: copy\n").replace("sources: [flights]", "sources: x")
+    (tmp_path / "pipes.yaml").write_text(text)
+    _, file, problems = read_what_is_right(tmp_path / "pipes.yaml")
+    assert file is not None
+    assert len(problems) == 7, "the id has a mistake as a text and as a header"
+    flights, late = file.streams["flights"], file.pipes["late"]
+    assert (flights.id, flights.key, list(file.pipes)) == (None, "carrier", ["late"])
+    assert [one.name for one in late.destinations] == ["ops", "copy"]
+    webhook = late.destinations[0].webhook
+    assert webhook is not None
+    assert (webhook.timeout, webhook.auth, webhook.secret is not None) == (5.0, None, True)
+    (tmp_path / "pipes.yaml").write_text("streams: 5\n")
+    assert read_what_is_right(tmp_path / "pipes.yaml")[1] is None
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def test_the_wrong_files_are_named_with_line_and_key(tmp_path: Path) -> None:
     assert mistakes(tmp_path, "auth:", "  bearer: {file: open}", environ={}) == [f"10: {KEY}.auth.bearer: {opened}"]
     (missing,) = mistakes(tmp_path, "auth: {header: {name: X-Api-Key, value: {file: gone}}}", environ={})
     gone = f"{tmp_path}/gone cannot be read: No such file or directory. Try: install -m 600 /dev/stdin {tmp_path}/gone"
+    gone += ", then paste the secret and press Ctrl-D"
     assert missing == f"9: {KEY}.auth.header.value: {gone}"
     oauth = "auth: {oauth: {token_url: 'http://10.0.0.1/', client_id: a, client_secret: {env: HOOK}, tls: {ca: gone}}}"
     assert [line.split(": ")[1] for line in mistakes(tmp_path, oauth, "tls: {ca: gone}", environ={})] == [

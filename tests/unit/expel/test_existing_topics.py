@@ -71,10 +71,10 @@ async def test_every_record_is_accepted_and_settled() -> None:
     values = [b'{"id": "a"}', None, b'{"id": []}', b"no json", None]
     broker.stored[P0] += read(*(Record(b"k", value, now) for value in values))
     async with Producer(broker.appender) as producer, Producer(telemetry) as telling:
-        ledger = LaneLedger.open(telling, broker, "i", "late", "hook", ["s"], others=["s"])  # type: ignore[arg-type]
+        ledger = LaneLedger.open(telling, broker, "i", "late", "hook", ["s"], topics_of_others=["s"])  # type: ignore[arg-type]
         meter, shape, sender = (
             LaneMetrics("late", "hook", ledger=ledger),
-            make_shape(others=frozenset({"s"})),
+            make_shape(topics_of_others=frozenset({"s"})),
             RealRendering(),
         )
         throttle = SendThrottle("late", "hook")
@@ -120,9 +120,9 @@ async def test_deletes_in_a_topic_of_others_delete_in_our_table() -> None:
     values = [(b"k", b'{"id": "a"}'), (b"k", None), (None, None), (b"", None)]
     broker.stored[P0] += read(*(Record(key, value, int(time.time() * 1000)) for key, value in values))
     async with Producer(stored) as producer, Producer(telemetry) as telling:
-        ledger = LaneLedger.open(telling, broker, "i", "late", "hook", ["s"], others=["s"])  # type: ignore[arg-type]
+        ledger = LaneLedger.open(telling, broker, "i", "late", "hook", ["s"], topics_of_others=["s"])  # type: ignore[arg-type]
         meter = LaneMetrics("late", "hook", ledger=ledger)
-        shape = make_shape(others=frozenset({"s"}), takes_tombstones=True)
+        shape = make_shape(topics_of_others=frozenset({"s"}), takes_tombstones=True)
         sender, throttle = StreamSender(producer, None, "t", compact=True), SendThrottle("late", "hook")
         lane = Lane(
             broker,  # type: ignore[arg-type]
@@ -183,7 +183,7 @@ async def join_and_read(broker: LogBroker, count: int) -> list[int]:
 
 
 def open_late(telling: Producer, broker: LogBroker) -> LaneLedger:
-    return LaneLedger.open(telling, broker, "i", "late", "hook", ["s"], others=["s"], late=True)
+    return LaneLedger.open(telling, broker, "i", "late", "hook", ["s"], topics_of_others=["s"], late=True)
 
 
 @pytest.mark.parametrize("dies", ["before the report", "before the group begins", "after the join", "never"])

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import structlog
 from typer.main import get_command
@@ -288,6 +289,22 @@ pipes:
     )
 
 
+def test_check_knows_the_networks_of_the_fleet(shell: Shell, tmp_path: Path) -> None:
+    """Broken: `check` refuses a destination to which the fleet on the same folder delivers, or which the next `up` accepts."""
+    assert shell.run("init") == 0
+    assert shell.run("keys", "secret", "webhook.secret") == 0
+    state = write_fleet(tmp_path / "data")
+    assert shell.run("check") == 2
+    assert "127.0.0.1 is loopback" in shell.err
+    (tmp_path / "settings.yaml").write_text("up: {allow_networks: 127.0.0.0/8}\n")
+    assert shell.run("check", "--config", "settings.yaml") == 0, shell.err
+    write_state(tmp_path / "data", msgspec.structs.replace(state, allow_networks="127.0.0.0/8"))
+    assert shell.run("check") == 0, shell.err
+    assert shell.run("check", "--allow-networks", "10.0.0.0/8") == 2
+    write_state(tmp_path / "data", msgspec.structs.replace(state, allow_networks="127.0.0.0/8", pid=2**22 + 1))
+    assert shell.run("check") == 2, "the fleet is gone"
+
+
 @pytest.mark.parametrize(("key", "count"), [("", 1), ("key: id", 0)])
 def test_check_warns_of_an_order_without_a_key(shell: Shell, tmp_path: Path, key: str, count: int) -> None:
     """Broken: somebody forgets the stream's key, and believes that the events of a customer stay in order."""
@@ -328,18 +345,14 @@ def test_check_shows_every_mistake_and_no_secret(shell: Shell, tmp_path: Path) -
     )
     assert shell.run("check") == 2
     itself = "secret: the secret itself must not be here, only its place. Try: {file: webhook.secret} or {env: WEBHOOK_SECRET}"
+    exposed = "open.secret can be read or written by everybody on this machine. Try: chmod 600 open.secret"
     assert shell.err.splitlines() == [
         "error: pipes.yaml:1: streams.a.retention: a duration with a unit is needed (ms, s, m, h, d). Try: 10s or 7d",
         f"error: pipes.yaml:8: pipes.p.destinations[y].webhook.{itself}",
         "error: pipes.yaml:4: pipes.p.sources.0: 'b' is not among streams: a",
+        f"error: pipes.yaml:7: pipes.p.destinations[x].webhook.secret: {exposed}",
+        "error: pipes.yaml:5: pipes.p.transform.python: there is no file nope.py",
     ]
-    (tmp_path / "pipes.yaml").write_text(
-        "streams: {a: {}}\npipes:\n  p:\n    sources: [a]\n    transform: {python: 'nope.py:f'}\n"
-        "    destinations:\n      - {name: x, webhook: {url: 'https://example.org', secret: {file: open.secret}}}\n"
-    )
-    assert shell.run("check") == 2
-    assert "open.secret can be read or written by everybody on this machine. Try: chmod 600" in shell.err
-    assert "pipes.yaml:5: pipes.p.transform.python: there is no file nope.py" in shell.err
     assert "c2VjcmV0" not in shell.err
 
 
@@ -488,6 +501,15 @@ def test_send_to_a_place_where_nothing_listens(shell: Shell, tmp_path: Path) -> 
     assert shell.err == (
         f"error: nothing was sent to {url}: nothing listens there\n  Try: --url, or --data with the folder of a fleet\n"
     )
+
+
+def test_a_file_that_is_no_json_is_not_sent(shell: Shell, tmp_path: Path) -> None:
+    """Broken: somebody sends a CSV file, reads that the events before the damage were sent, and looks for them."""
+    (tmp_path / "orders.csv").write_text("id,amount\n1,2\n")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert shell.run("send", "orders", "orders.csv", "--url", f"http://127.0.0.1:{server.getsockname()[1]}") == 1
+    assert "orders.csv: event 1, line 1: not valid JSON" in shell.err
+    assert shell.err.endswith("Try: a JSON array, or one JSON object per line; nothing was sent\n")
 
 
 def write_fleet(data: Path, *, keys: str | None = None, pid: int = os.getpid()) -> FleetState:

@@ -81,7 +81,9 @@ def test_a_bad_line_is_that_lines_fault() -> None:
 
 
 @pytest.mark.parametrize("size", [20, 1 << 30])
-@pytest.mark.parametrize("bad", [b"starting", b"[INFO] starting", b'{"a":', b'{"a":1,', b"{'a': 1}", b"\xff", b"a\nb"])
+@pytest.mark.parametrize(
+    "bad", [b"starting", b"[INFO] starting", b'{"a":', b'{"a":1,', b"{'a': 1}", b"\xff", b"a\nb", b'{"a":"\xff"}']
+)
 def test_bad_lines_at_the_beginning(bad: bytes, size: int) -> None:
     """Broken: one bad first line keeps all the others from being sent, while a later one would not."""
     found = read(bad + b'\n{"a":1}\n{"a":2}', size)
@@ -120,7 +122,8 @@ def test_nothing(data: bytes) -> None:
         (b'[\n{"a":1},\n{"b":2},\n{"c": d-4},\n{"e":5}\n]\n', "event 3, line 4: not valid JSON"),
         (b"hello\nworld\n", "event 1, line 1: not valid JSON"),
         (b"[" * 200_000, "nested too deeply"),
-        (b'["\xff"]', "not UTF-8"),
+        (b'["\xff"]', "line 1 is not UTF-8 text"),
+        (b'[\n{"a":1},\n{"b":"\xff"}]', "line 3 is not UTF-8 text"),
         (gzip.compress(b"x" * 9999, mtime=0)[:-9], "gzip data is damaged or incomplete"),
     ],
 )

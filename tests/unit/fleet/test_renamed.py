@@ -408,6 +408,27 @@ def test_a_pause_of_a_former_name_counts(site: Site) -> None:
     assert asyncio.run(work()) == ["late/new"]
 
 
+def test_parked_events_of_a_former_name_are_counted_once(site: Site, shell: Shell) -> None:
+    """Broken: after a rename `destination list` has lost the parked events, or has them twice."""
+
+    def parked() -> list[int]:
+        assert shell.run("destination", "list", "--json") == 0
+        return [json.loads(line)["parked"] for line in shell.out.splitlines()]
+
+    site.put("late.parked", [waiting_event("late/old", number) for number in range(3)])
+    site.write(one_pipe("late", ["name: new, renamed_from: old", "name: other"]))
+    assert parked() == [3, 0]
+    site.start()
+    site.put("late.parked", [waiting_event("late/new", number) for number in range(3)])  # as expel takes them over
+
+    async def settle() -> None:
+        async with open_broker(site.url) as broker:
+            await broker.admin.set_committed("late.old", "late.parked", {0: 2})
+
+    asyncio.run(settle())
+    assert parked() == [3, 0]
+
+
 def test_a_pause_stays_when_the_former_name_leaves_the_file(site: Site) -> None:
     """Broken: another destination gets the former name, and the paused receiver gets requests again; or a pause of long ago is
     in force again."""

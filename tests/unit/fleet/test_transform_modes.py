@@ -29,5 +29,6 @@ def test_a_refusal_names_the_alternative(why: str) -> None:
     found = expected_modes(pipes, broker, master)["p"]
     assert (found.mode, found.why) == ("micro-batch", why)
     assert ". Try: " in found.describe(is_known=True)
+    assert ". Try: " not in found.describe(is_known=False), "on the embedded log it would help nobody"
     pipes.pipes["p"].transform = Transform.model_validate(SQL | {"mode": "real-time"})
     assert ". Try: mode: auto" in expected_modes(pipes, broker, master)["p"].describe(is_known=True)

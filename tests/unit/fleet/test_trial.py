@@ -94,6 +94,17 @@ def test_absent_fields_are_named(pipes: PipeFile) -> None:
     assert [one.stream for one in plain.absent] == ["s", "s", "s"]
 
 
+def test_absent_fields_of_stored_events_are_named(pipes: PipeFile) -> None:
+    """Broken: a trial on the events of a stream is silent about a misspelt `key`, of which a trial on a file speaks."""
+    values = (b'{"nr": 1, "who": "ann", "at": 1}', b'{"who": null, "at": 2}', b"\xff opaque", b"[1]", None)
+    stored = [
+        SampleRecord(f"s:0:{offset}", "s", 0, str(offset), Record(None, value, NOW, ()))
+        for offset, value in enumerate(values)
+    ]
+    found = trial.find_absent_fields(pipes, stored)
+    assert found == [AbsentField("s", "id", "nr", 1, 2), AbsentField("s", "key", "who", 1, 2)]
+
+
 def test_different_events_of_one_id_are_named(pipes: PipeFile) -> None:
     """Broken: the id names the thing that events are about, and receivers silently drop all events of a thing but its first."""
     payloads = [b'{"nr": 7}', b'{"nr": 8}', b'{"nr": 7}', b'{"nr": 8, "state": "sold"}', b'{"nr": 8, "state": "gone"}']

@@ -10,6 +10,7 @@ from services.core.pipes import PipeFile
 from services.core.provision import wanted_topics
 from services.core.topic_names import lane_name
 from services.core.units import format_count
+from services.fleet.doctor.checks.expiry import format_span
 from services.fleet.doctor.checks.moves import find_moves, log_command
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Facts
@@ -220,8 +221,8 @@ def find_retention(facts: Facts) -> Iterator[Finding]:
         if age > NEARLY_S * limit:
             left = max(0.0, limit - age)
             yield Finding(
-                f"Retention deletes events of {topic} that {group} has not read, in {_span(left)}.",
-                [f"the oldest is stored for {_span(age)}, and kept for {_span(limit)}"],
+                f"Retention deletes events of {topic} that {group} has not read, in {format_span(left / 1000)}.",
+                [f"the oldest is stored for {format_span(age / 1000)}, and kept for {format_span(limit / 1000)}"],
                 f"penstock group show {facts.lane_of(group)}",
                 about(facts.lane_of(group)),
             )
@@ -230,7 +231,7 @@ def find_retention(facts: Facts) -> Iterator[Finding]:
         if labels["group"] in facts.pipes.pipes and limit and value * 1000 > NEARLY_S * limit:
             yield Finding(
                 f"Retention deletes events of {labels['topic']} that the transform of {labels['group']} has not read.",
-                [f"the oldest waits for {_span(value * 1000)}, and is kept for {_span(limit)}"],
+                [f"the oldest waits for {format_span(value)}, and is kept for {format_span(limit / 1000)}"],
                 "penstock status",
                 about(f"pipe {labels['group']}", "transform"),
             )
@@ -242,11 +243,3 @@ def _retention_ms(pipes: PipeFile) -> dict[str, float]:
         for spec in wanted_topics(pipes, has_retrier=True)
         if spec.retention_ms is not None
     }
-
-
-def _span(millis: float) -> str:
-    seconds = millis / 1000
-    for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

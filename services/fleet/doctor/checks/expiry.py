@@ -63,9 +63,11 @@ def _expiry(one: Certificate, what: str) -> Finding:
 
 
 def format_span(seconds: float) -> str:
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{seconds / 86400:.0f} days" if seconds >= 2 * 86400 else f"{seconds / 3600:.0f} hours"
+    """For a person, in the largest unit of which there are two."""
+    for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _capital(text: str) -> str:

@@ -12,6 +12,7 @@ from services.core.scrape import Sample
 from services.core.transform_marks import TransformMark
 from services.fleet.doctor.checks import CHECKS
 from services.fleet.doctor.checks.broker import find_gone, find_missing_topics, find_throttled
+from services.fleet.doctor.checks.expiry import format_span
 from services.fleet.doctor.diagnosis import Diagnosis, diagnose
 from services.fleet.doctor.facts import Certificate, Checkpoint, Disk, Endpoint, Facts, FileFault, Letters, LogLine
 from tests.unit.fleet.doctor.fleet_facts import (
@@ -841,3 +842,10 @@ def test_commands_at_a_broker_with_a_prefix() -> None:
     [gone], [missing] = find_gone(facts), find_missing_topics(facts)
     assert gone.first == "nc -vz h 9092"
     assert "--broker 'kafka://h:9092?prefix=acme.'" in missing.first
+
+
+def test_a_span_for_a_person() -> None:
+    """Broken: somebody reads of 1 minutes, of 0 minutes, or counts days in hours."""
+    assert [format_span(seconds) for seconds in (0.4, 61, 119, 120, 7199, 7200, 172_800)] == [
+        *("0 s", "61 s", "119 s", "2 minutes", "120 minutes", "2 hours", "2 days"),
+    ]
