@@ -99,13 +99,30 @@ def test_a_dead_expel_explains_waiting_events() -> None:
 
     def wait(facts: Facts) -> None:
         stored = int((NOW - 4000) * 1000)
-        facts.broker.lags["shop.crm", "orders"] = facts.broker.later["shop.crm", "orders"] = {0: Lag(50, 0, stored)}
+        facts.broker.lags["shop.crm", "orders"] = facts.broker.later["shop.crm", "orders"] = {
+            0: Lag(50, 4_000_000, stored)
+        }
 
     found = broken(wait)
     assert first_of(found) == "stalled"
     assert "50 events" in found.causes[0].finding.what
     found = broken(wait, dead("expel"))
     assert (first_of(found), symptoms_of(found), len(found.causes)) == ("processes-dead", {"stalled"}, 1)
+
+
+def test_a_lane_that_does_not_move_in_a_topic_with_the_writers_time() -> None:
+    """Broken: in topics of others no stalled lane is found. Or an old event that has just come is called a long wait."""
+
+    def wait(facts: Facts) -> None:
+        facts.broker.lags["shop.crm", "orders"] = facts.broker.later["shop.crm", "orders"] = {0: Lag(50, 4_000_000)}
+
+    def move(facts: Facts) -> None:
+        wait(facts)
+        before = facts.broker.positions.get(("shop.crm", "orders"), {}).get(0, 0)
+        facts.broker.positions_later["shop.crm", "orders"] = {0: before + 10}
+
+    assert first_of(broken(wait)) == "stalled"
+    assert not broken(move).causes
 
     def add_another(facts: Facts) -> None:
         other = make_instance("expel")
@@ -740,8 +757,8 @@ def test_records_that_are_gone_or_soon_will_be() -> None:
 
     def age(facts: Facts) -> None:  # retention 7 d; the log keeps unread records for 14
         stored = int((NOW - 13 * DAY_S) * 1000)
-        facts.broker.lags["shop.crm", "orders"] = {0: Lag(5, 0, stored)}
-        facts.broker.later["shop.crm", "orders"] = {0: Lag(5, 0, stored)}
+        facts.broker.lags["shop.crm", "orders"] = {0: Lag(5, int(13 * DAY_S * 1000), stored)}
+        facts.broker.later["shop.crm", "orders"] = {0: Lag(5, int(13 * DAY_S * 1000), stored)}
 
     found = broken(age)
     assert (first_of(found), symptoms_of(found)) == ("stalled", {"retention"})
