@@ -14,9 +14,9 @@ from bench.setup import CPU, Setup, make_topics, tell
 from services.core.broker.connect import open_broker
 from services.core.broker.producer import Producer
 
-WARM, EVENTS = 150_000, 300_000
+WARM, EVENTS = 1_000_000, 600_000
 ROUNDS = 3
-PATIENCE_S = 240.0
+PATIENCE_S = 600.0
 _CHUNK = 1000
 WRITTEN = "penstock_transform_events_written_total"
 PIPES = """version: 1
@@ -41,7 +41,7 @@ def kafka_transform(setup: Setup) -> list[Figure]:
 
 
 def _compare(setup: Setup, broker: str, url_of: Callable[[str], str]) -> list[Figure]:
-    """CPU of Python and Java together: the first events, on which Java is still compiling, are not measured."""
+    """CPU of Python and Java together, from a backlog: the first events, on which Java is still compiling, are not measured."""
     costs: dict[str, list[float]] = defaultdict(list)
     for number in range(min(setup.rounds, ROUNDS)):
         for state in ("true", "false") if number % 2 else ("false", "true"):
@@ -61,14 +61,13 @@ def _measure(folder: Path, url: str, stream: str, state: str) -> float:
     port = free_port()
     make_topics(url, folder / "pipes.yaml")
     arguments = ("--broker", url, "--pipes", str(folder / "pipes.yaml"), "--data", str(folder), "--ledger", state)
+    asyncio.run(fill(url, stream, range(WARM + EVENTS)))
     with Child(folder, "spark", *arguments, "--management", f"127.0.0.1:{port}") as child:
         child.wait_ready(port, 120.0)
-        asyncio.run(fill(url, stream, range(WARM)))
-        wait_written(port, WARM)
+        begun = wait_written(port, WARM)
         before = child.family_cpu()
-        asyncio.run(fill(url, stream, range(WARM, WARM + EVENTS)))
-        wait_written(port, WARM + EVENTS)
-        return (child.family_cpu() - before) / EVENTS * 1e6
+        events = wait_written(port, WARM + EVENTS) - begun
+        return (child.family_cpu() - before) / events * 1e6
 
 
 async def fill(url: str, stream: str, numbers: range) -> None:
