@@ -3,6 +3,8 @@
 Each of them takes a minute of CPU or more. The tests of a group show the same promise in several ways: on several brokers, by
 several faults. Without turns the suite would take far longer than the 35 minutes that it may take on two cores. A test that is
 named on a command line without `-n` runs on any day. `make release` wants all of them.
+
+Random searches take turns with themselves: `cases_of_the_day`.
 """
 
 import os
@@ -12,12 +14,21 @@ import pytest
 
 VARIABLE = "PENSTOCK_TEST_TURNS"
 """`all`, or the number of the day: workers that begin before midnight and after it must run the same tests."""
+DAYS = 3
+"""In so many days a random search does all of its cases."""
 _SERVICE, _KAFKA = "tests/spark/test_service.py::", "tests/spark/test_kafka.py::"
 _MOVES = "tests/kafka/test_migrate.py::test_a_stream_moves_there_and_back"
-_KILLED = "tests/integration/test_kinesis_migrate.py::test_killed_at_any_step_in_many_histories"
+_KILLED = (
+    ("tests/unit/fleet/test_migrate.py", range(4, 24)),
+    ("tests/integration/test_kinesis_migrate.py", range(3, 13)),
+)
 _DEMO, _PROCESSES = "tests/integration/test_demo.py::", "tests/faults/test_processes.py::"
 GROUPS: tuple[tuple[str, ...], ...] = (
-    *(tuple(f"{_KILLED}[{seed}]" for seed in seeds) for seeds in (range(3, 7), range(7, 11), range(11, 13))),
+    *(
+        tuple(f"{file}::test_killed_at_any_step_in_many_histories[{seed}]" for seed in seeds[first : first + 5])
+        for file, seeds in _KILLED
+        for first in range(0, len(seeds), 5)
+    ),
     (f"{_MOVES}[log-kafka-11]", f"{_MOVES}[kafka-log-12]", f"{_MOVES}[kafka-kafka-13]"),
     (
         "tests/faults/test_migration.py::test_to_kafka[log]",
@@ -74,6 +85,22 @@ def waiting() -> list[str]:
     if day == "all":
         return []
     return [test for group in GROUPS for number, test in enumerate(group) if number != int(day) % len(group)]
+
+
+def cases_of_the_day(cases: range) -> list[int]:
+    """Of a random search, what a run by workers does: a third, and all in three days; any other run does all.
+
+    On each day they begin with another one: a search that ends early for want of time leaves out others each day.
+    """
+    day = os.environ.get(VARIABLE, "all")
+    if day == "all" or "PYTEST_XDIST_WORKER" not in os.environ:
+        number, chosen = int(time.time() // 86400), list(cases)
+    else:
+        number, share = int(day), -(-len(cases) // DAYS)
+        first = number % DAYS * share
+        chosen = list(cases[first : first + share])
+    begin_at = number * 61 % len(chosen)
+    return chosen[begin_at:] + chosen[:begin_at]
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
