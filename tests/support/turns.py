@@ -1,7 +1,7 @@
 """Long tests that take turns: of each group `make test` runs one on a day, and `make test TURNS=all` runs all.
 
-Each of them takes a quarter of a minute or more. The tests of a group show the same promise in several ways: on several brokers, by
-several faults. Without turns the suite would take far longer than the 20 minutes that it aims at on two cores. A test that is
+Each of them takes a quarter of a minute or more. The tests of a group show the same promise in several ways: on several brokers,
+by several faults. Without turns the suite would take far longer than the 20 minutes that it aims at on two cores. A test that is
 named on a command line without `-n` runs on any day. `make release` wants all of them.
 
 Random searches take turns with themselves: `cases_of_the_day`.

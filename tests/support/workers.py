@@ -2,9 +2,9 @@
 
 A Kafka cluster, a Kinesis emulator and a Spark session each take seconds of CPU to start, so all tests that need one run in one
 worker, one after another. So do those on a Spark cluster. Tests of a Spark session are two groups: as one they would still run
-when all others have ended. The groups are the longest chains and begin first. More than half of a test of real processes is waiting, so
-`make test` has more workers than the machine has cores. Every other test goes to the first free worker: tests of many seconds
-first, so that no worker begins one of them when the others have nothing left to do.
+when all others have ended. The groups are the longest chains and begin first. More than half of a test of real processes is
+waiting, so `make test` has more workers than the machine has cores. Every other test goes to the first free worker: tests of many
+seconds first, so that no worker begins one of them when the others have nothing left to do.
 
 xdist's own `--dist loadgroup` marks nodes by a name that pytest 9 does not look at any more, and so groups nothing.
 """
