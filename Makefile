@@ -6,8 +6,8 @@ PY := .venv/bin/python
 RUN := .venv/.run-done
 EMULATOR := .venv/.emulator-done
 STAMP := .venv/.setup-done
-# More than two cores: half of the suite waits, for a lease that ends, a process that starts, a heartbeat that is missed.
-WORKERS ?= 3
+# More than two cores: most tests of real processes wait, for a lease that ends, a process that starts, a heartbeat that is missed.
+WORKERS ?= 5
 
 # Some machines forbid Python to keep compiled files. Then every worker and every service that a test starts compiles all of it.
 export PYTHONDONTWRITEBYTECODE :=
@@ -55,7 +55,7 @@ check: $(STAMP)  ## format, lint, types, import rules
 
 # For the edit loop: no Java, no Kafka, no histories by the thousand. ARGS="tests/unit/expel" runs a part.
 unit: $(STAMP)  ## most unit tests, in about a minute
-	@$(PY) -m pytest -q -n $(WORKERS) -m "not long" $(or $(ARGS),tests/unit)
+	@$(PY) -m pytest -q -n 3 -m "not long" $(or $(ARGS),tests/unit)
 
 # Tests that need Kafka share one cluster and run in one worker, those that need Spark in another (tests/support/workers.py).
 # The archives of classes take a minute once, and so do the types in a new clone; each has one core.

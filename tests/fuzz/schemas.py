@@ -1,6 +1,6 @@
 """Damaged schemas, protocols, IDL and requests to the registry: each is read or refused with a place, and nothing else happens.
 
-make soak ARGS="--fuzz-schemas 60"      so many seconds of it; the tests do 60
+make soak ARGS="--fuzz-schemas 60"      so many seconds of it; the tests do 20
 """
 
 import asyncio

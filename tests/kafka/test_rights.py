@@ -196,11 +196,9 @@ async def test_each_service_works_with_its_rights_and_names_a_missing_one(kafka:
         optional |= {(user, "DESCRIBE", "Topic:LITERAL:penstock.control") for user in ("retrier", "table")}
         at_first = {(user, _word(right.operation), f"Topic:LITERAL:{right.name}") for user, right in _LACKING.items()}
         assert denied <= optional | at_first
-        for user, own in rights.items():
-            async with open_broker(urls[user]) as broker:
-                await _take_away(acls, user, own, broker.admin)
-                with pytest.raises(NotAllowed, match="lacks Describe on group strange"):
-                    await require_rights(broker, [*own, Right("Describe", "group", "strange")])
+        async with asyncio.TaskGroup() as all_users:  # the cluster takes a moment for each change
+            for user, own in rights.items():
+                all_users.create_task(_lose_and_regain(acls, user, own, urls[user]))
 
 
 async def _make_others(url: str) -> None:
@@ -222,6 +220,13 @@ async def _make_others(url: str) -> None:
 def _word(operation: str) -> str:
     """As the log of the authorizer has it: DESCRIBE_CONFIGS."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", operation).upper()
+
+
+async def _lose_and_regain(acls: Acls, user: str, rights: list[Right], url: str) -> None:
+    async with open_broker(url) as broker:
+        await _take_away(acls, user, rights, broker.admin)
+        with pytest.raises(NotAllowed, match="lacks Describe on group strange"):
+            await require_rights(broker, [*rights, Right("Describe", "group", "strange")])
 
 
 async def _take_away(acls: Acls, user: str, rights: list[Right], admin: object) -> None:

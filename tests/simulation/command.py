@@ -3,20 +3,19 @@
 import argparse
 import gc
 import itertools
-import re
 import resource
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from math import inf
 
 from tests.simulation import choice, clock
+from tests.simulation.faults import find_fault
 from tests.simulation.fleet import forget_metrics, replace_seams, show_logs
 from tests.simulation.fleet_history import FleetHistory
 from tests.simulation.history import Verdict
 from tests.simulation.machine import keep_no_tasks
 from tests.simulation.migrations import MigrationHistory
-from tests.simulation.patches import OF_MIGRATIONS, PATCHES
+from tests.simulation.patches import PATCHES
 from tests.simulation.readers import history as readers
 from tests.simulation.readers.kafka_server import replace_connections
 from tests.simulation.readers.log_world import replace_threads
@@ -130,29 +129,6 @@ def prove_by_tests(names: Sequence[str] | None = None) -> int:
             print(f"{mend.name}: {said if is_noticed else f'NOT NOTICED by {mend.test}: {said}'}", flush=True)
             unseen += not is_noticed
     return unseen
-
-
-def find_fault(name: str, first: int, count: int) -> tuple[int | None, str]:
-    """The first seed that breaks a promise without this mend, and how; None: none does. Blocking.
-
-    Raises RuntimeError when that seed breaks a promise with the mend, too: then it proves nothing, and is a fault to be mended.
-    """
-    kind = ["--migrations"] if name in OF_MIGRATIONS else []
-    ran = _simulate("--without", name, "--first-failure", "--first", str(first), "--seeds", str(count), *kind)
-    lines = ran.stdout.splitlines()
-    for number, line in enumerate(lines):
-        if found := re.match(r"seed (\d+): ", line):
-            if _simulate("--first", found[1], "--seeds", "1", *kind).returncode:
-                raise RuntimeError(f"{name}: seed {found[1]} breaks a promise with the mend, too")
-            return int(found[1]), lines[number + 1].strip()
-    if ran.returncode:
-        raise RuntimeError(ran.stderr)
-    return None, ""
-
-
-def _simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.simulation", *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
 def _seeds(first: int, count: int, start_at: int | None) -> Iterable[int]:

@@ -37,12 +37,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One mend. fault: what is broken without it. quick: whether a test run has time to find it."""
+    """One mend. fault: what is broken without it. quick: a test run has time to find it, and begins with this seed."""
 
     name: str
     fault: str
     changes: tuple[Change, ...]
-    quick: bool = False
+    quick: int | None = None
     needs: frozenset[str] = frozenset()
     """Words that a history must have (`Choice.words`): no other one can notice, and is passed over."""
 

@@ -36,7 +36,7 @@ FLEET = (
                 "        if was_in_doubt:\n            state.doubtful = ()\n            if code",
             ),
         ),
-        quick=True,
+        quick=620,
         needs=frozenset({"kafka", "writers"}),
     ),
     Patch(
@@ -98,7 +98,7 @@ FLEET = (
                 "if resumed is None and (newest := self._pauses.of(self._lane)) is not None:",
             ),
         ),
-        quick=True,
+        quick=26,
     ),
     Patch(
         "stranded",
@@ -140,7 +140,7 @@ FLEET = (
                 "        if waiting:\n",
             ),
         ),
-        quick=True,
+        quick=84,
         needs=frozenset({"observed", "several", "order: key"}),
     ),
     Patch(
@@ -236,7 +236,7 @@ MIGRATIONS = (
                 "MigrationStep(state, by=self._by, **content))",
             ),
         ),
-        quick=True,
+        quick=25,
     ),
     Patch(
         "lease-not-awaited",
@@ -253,7 +253,7 @@ MIGRATIONS = (
                 "",
             ),
         ),
-        quick=True,
+        quick=0,
     ),
     Patch(
         "deleted-by-name",
@@ -266,13 +266,13 @@ MIGRATIONS = (
             ),
             Change(_FORMER, "delete_topic(self._stream, incarnation)", "delete_topic(self._stream)"),
         ),
-        quick=True,
+        quick=422,
     ),
     Patch(
         "move-unnoticed",
         "a member without room, whose receiver is down, does not leave a stream that moves",
         (Change("services/core/consuming.py", "            except HomeChanged:\n                raise\n", ""),),
-        quick=True,
+        quick=24,
     ),
     Patch(
         "append-after-hand-over",

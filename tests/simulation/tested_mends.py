@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.simulation.patch import ROOT, Change
+from tests.support.turns import VARIABLE
 
 _LIMIT_S, _LONG_LIMIT_S = 240.0, 1200.0
 """Of a test: ten times as long as it needs. One that waits for ever for what the mend does has noticed that it is gone."""
@@ -452,7 +453,7 @@ def run_without(mend: Mend) -> tuple[bool, str]:
 def _run_pytest(folder: Path, test: str, limit_s: float) -> tuple[int | None, str]:
     """The status, None when it did not end in time, and what it wrote."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--reruns", "0", "-p", "no:cacheprovider", test]
-    environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", VARIABLE: "all"}
     with tempfile.TemporaryFile("w+") as said:
         running = subprocess.Popen(
             command, stdout=said, stderr=subprocess.STDOUT, cwd=folder, env=environ, start_new_session=True

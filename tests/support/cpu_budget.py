@@ -24,12 +24,6 @@ class CpuBudget:
         return time.process_time() < self._end
 
 
-def in_order_of_the_day(seeds: range) -> list[int]:
-    """All of them, from another one on each day: where a budget ends a search early, the days together do all."""
-    first = int(time.time() // 86400) * 61 % len(seeds)
-    return [*seeds[first:], *seeds[:first]]
-
-
 def report_cases(request: pytest.FixtureRequest, search: str, done: int, wanted: int) -> None:
     """For the summary of the run. Fails when hardly any were done."""
     request.node.user_properties.append((PROPERTY, (search, done, wanted)))

@@ -1,8 +1,10 @@
 """Long tests that take turns: of each group `make test` runs one on a day, and `make test TURNS=all` runs all.
 
-Each of them takes a minute of CPU or more. The tests of a group show the same promise in several ways: on several brokers, by
-several faults. Without turns the suite would take far longer than the 35 minutes that it may take on two cores. A test that is
+Each of them takes a quarter of a minute or more. The tests of a group show the same promise in several ways: on several brokers,
+by several faults. Without turns the suite would take far longer than the 20 minutes that it aims at on two cores. A test that is
 named on a command line without `-n` runs on any day. `make release` wants all of them.
+
+Random searches take turns with themselves: `cases_of_the_day`.
 """
 
 import os
@@ -12,12 +14,21 @@ import pytest
 
 VARIABLE = "PENSTOCK_TEST_TURNS"
 """`all`, or the number of the day: workers that begin before midnight and after it must run the same tests."""
+DAYS = 3
+"""In so many days a random search does all of its cases."""
 _SERVICE, _KAFKA = "tests/spark/test_service.py::", "tests/spark/test_kafka.py::"
 _MOVES = "tests/kafka/test_migrate.py::test_a_stream_moves_there_and_back"
-_KILLED = "tests/integration/test_kinesis_migrate.py::test_killed_at_any_step_in_many_histories"
+_KILLED = (
+    ("tests/unit/fleet/test_migrate.py", range(4, 24)),
+    ("tests/integration/test_kinesis_migrate.py", range(3, 13)),
+)
 _DEMO, _PROCESSES = "tests/integration/test_demo.py::", "tests/faults/test_processes.py::"
 GROUPS: tuple[tuple[str, ...], ...] = (
-    *(tuple(f"{_KILLED}[{seed}]" for seed in seeds) for seeds in (range(3, 7), range(7, 11), range(11, 13))),
+    *(
+        tuple(f"{file}::test_killed_at_any_step_in_many_histories[{seed}]" for seed in seeds[first : first + 5])
+        for file, seeds in _KILLED
+        for first in range(0, len(seeds), 5)
+    ),
     (f"{_MOVES}[log-kafka-11]", f"{_MOVES}[kafka-log-12]", f"{_MOVES}[kafka-kafka-13]"),
     (
         "tests/faults/test_migration.py::test_to_kafka[log]",
@@ -59,6 +70,39 @@ GROUPS: tuple[tuple[str, ...], ...] = (
         "tests/kafka/test_backend_sending.py::test_everything_goes_on_after_a_total_outage",
         "tests/contract/test_failures.py::test_everything_survives_a_restart[kafka]",
         "tests/contract/test_groups.py::test_commit_survives_a_restart[kafka]",
+        "tests/contract/test_append.py::test_what_was_acked_survives_kill_9_at_once[kafka]",
+    ),
+    (
+        "tests/spark/test_cluster.py::test_pipe_on_two_workers",
+        "tests/integration/test_docs_transforms.py::test_the_page_of_clusters_works",
+    ),
+    (
+        "tests/kafka/test_migrate.py::test_a_stream_moves_between_kafka_and_kinesis",
+        "tests/integration/test_kinesis_migrate.py::test_answers_that_are_lost",
+    ),
+    tuple(
+        f"tests/integration/test_rate.py::test_rates_and_sets_the_target[{service}]" for service in ("expel", "ingest")
+    ),
+    (
+        "tests/integration/test_global_retrier.py::test_killed_every_second_on_the_log",
+        "tests/integration/test_global_retrier.py::test_killed_again_and_again_on_kafka",
+    ),
+    (
+        "tests/integration/test_ingest_kafka.py::test_two_of_three_brokers_die_and_come_back",
+        "tests/faults/test_kafka_nodes.py::test_two_of_three_killed",
+    ),
+    ("tests/faults/test_limits.py::test_full_disk", "tests/faults/test_limits.py::test_full_disk_of_kafka"),
+    *(
+        tuple(f"tests/faults/{test}{broker}]" for broker in ("log", "kafka"))
+        for test in (
+            "test_limits.py::test_ten_times_the_load[",
+            "test_outage.py::test_destination_down_while_retrier_and_expel_are_killed[",
+            "test_processes.py::test_frozen_while_another_came_and_went[",
+        )
+    ),
+    tuple(
+        f"tests/faults/test_loss.py::test_exactly_what_a_node_loses_is_missing_there_and_named[{broker}-expel]"
+        for broker in ("log", "kafka")
     ),
 )
 
@@ -74,6 +118,20 @@ def waiting() -> list[str]:
     if day == "all":
         return []
     return [test for group in GROUPS for number, test in enumerate(group) if number != int(day) % len(group)]
+
+
+def cases_of_the_day(cases: range) -> list[int]:
+    """Of a random search, what a run by workers does: a third, and all in three days; any other run does all.
+
+    On each day they begin with another one: a search that ends early for want of time leaves out others each day.
+    """
+    day = os.environ.get(VARIABLE, "all")
+    number, chosen = int(time.time() // 86400) if day == "all" else int(day), list(cases)
+    if day != "all" and "PYTEST_XDIST_WORKER" in os.environ and len(cases) >= DAYS:
+        first, end = (len(cases) * (number % DAYS + after) // DAYS for after in (0, 1))
+        chosen = chosen[first:end]
+    begin_at = number * 61 % len(chosen)
+    return chosen[begin_at:] + chosen[:begin_at]
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:

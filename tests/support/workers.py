@@ -2,9 +2,9 @@
 
 A Kafka cluster, a Kinesis emulator and a Spark session each take seconds of CPU to start, so all tests that need one run in one
 worker, one after another. So do those on a Spark cluster. Tests of a Spark session are two groups: as one they would still run
-when all others have ended. The groups are the longest chains and begin first. Half of a test of real processes is waiting, so
-`make test` has more workers than the machine has cores. Every other test goes to the first free worker: tests of many seconds
-first, so that no worker begins one of them when the others have nothing left to do.
+when all others have ended. The groups are the longest chains and begin first. More than half of a test of real processes is
+waiting, so `make test` has more workers than the machine has cores. Every other test goes to the first free worker: tests of many
+seconds first, so that no worker begins one of them when the others have nothing left to do.
 
 xdist's own `--dist loadgroup` marks nodes by a name that pytest 9 does not look at any more, and so groups nothing.
 """
@@ -13,6 +13,28 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 _SERVERS = ("kafka", "kinesis")
+_ALSO_USE = {
+    "kafka": (
+        "tests/integration/test_existing_topics.py",
+        "tests/faults/test_disasters.py::test_a_cluster_that_is_built_again",
+    ),
+    "kinesis": ("tests/integration/test_autoscaler.py",),
+}
+"""Their names do not say so."""
+_OWN_SERVER = (
+    "tests/integration/test_demo.py",
+    "tests/integration/test_up.py",
+    "tests/integration/test_registry_clients.py",
+    "tests/faults/test_limits.py::test_full_disk_of_kafka",
+    "tests/faults/test_links.py::test_slow_and_cut_link_to_kafka",
+    "tests/faults/test_links.py::test_kafka_acknowledges_late",
+    "tests/kafka/test_startup.py",
+    "tests/kafka/test_time.py",
+    "tests/kafka/test_producer_expiry.py",
+)
+"""Each of these tests starts a server for itself, or needs none."""
+_OWN_SERVER_FOR_ALL = ("tests/kafka/test_rights.py", "tests/kafka/test_security.py")
+"""The tests of such a file share one that no other file uses."""
 _OWN_SPARK = "tests/spark/test_service.py"
 """Each of its tests starts Spark for itself."""
 _SECOND_SPARK = "tests/spark/test_kinesis"
@@ -36,9 +58,11 @@ def find_group(nodeid: str) -> str | None:
         return "cluster"
     if nodeid.startswith("tests/spark/") and not nodeid.startswith(_OWN_SPARK):
         return "spark" if nodeid < _SECOND_SPARK else "second spark"
-    if nodeid.startswith((_LAST, _OWN_SPARK)):
+    if nodeid.startswith((_LAST, _OWN_SPARK, *_OWN_SERVER)):
         return None
-    return next((server for server in _SERVERS if server in nodeid), None)
+    if nodeid.startswith(_OWN_SERVER_FOR_ALL):
+        return nodeid.partition("::")[0]
+    return next((server for server in _SERVERS if server in nodeid or nodeid.startswith(_ALSO_USE[server])), None)
 
 
 def sort_for_workers(config: pytest.Config, items: list[pytest.Item]) -> None:

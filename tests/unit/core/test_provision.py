@@ -237,9 +237,10 @@ async def test_a_fleet_starts_while_the_cluster_of_a_destination_is_down(
     async with several() as both:
         assert (await find_others(both.admin, file)).silent == {"msk": "broker msk of the pipe file: no node answers"}
         assert (await ensure_topics(both.admin, file)).created == ()
-        monkeypatch.setattr(provision, "ANSWER_S", 0.01)
-        monkeypatch.setattr(both.admin, "present", lambda _: asyncio.Event().wait())
-        assert (await find_others(both.admin, file)).silent == {"msk": "no answer within 0.01 s"}
+        with monkeypatch.context() as silent:
+            silent.setattr(provision, "ANSWER_S", 0.01)
+            silent.setattr(both.admin, "present", lambda _: asyncio.Event().wait())
+            assert (await find_others(both.admin, file)).silent == {"msk": "no answer within 0.01 s"}
     answer = AccessRefused("a wrong password")
     async with several() as both:
         with pytest.raises(AccessRefused, match="a wrong password"):

@@ -16,8 +16,9 @@ from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.consumer import FreezeDetector, KafkaConsumer, SharedResources
 from services.core.broker.kafka.positions import GroupStarts
 from services.core.broker.record import Batch, TopicPartition
-from tests.support.cpu_budget import CpuBudget, in_order_of_the_day, report_cases
+from tests.support.cpu_budget import CpuBudget, report_cases
 from tests.support.group_model import TOPIC, Client, GroupModel, OnRecord
+from tests.support.turns import cases_of_the_day
 
 pytestmark = pytest.mark.long
 
@@ -214,8 +215,10 @@ class World:
 async def test_commits_are_sound_whatever_the_group_does(block: int, request: pytest.FixtureRequest) -> None:
     """If it fails, a member that lost a partition moves its successor, or marks of a topic that was made anew count for
     the new one: events are skipped. Or a commit that was acknowledged does not count, or goes back."""
-    share, budget, done = _SEEDS // _BLOCKS, CpuBudget(_CPU_S / _BLOCKS), 0
-    for seed in in_order_of_the_day(range(block * share, (block + 1) * share)):
+    share, done = _SEEDS // _BLOCKS, 0
+    seeds = cases_of_the_day(range(block * share, (block + 1) * share))
+    budget = CpuBudget(_CPU_S * len(seeds) / _SEEDS)
+    for seed in seeds:
         if not budget.is_left:
             break
         done += 1
@@ -228,4 +231,4 @@ async def test_commits_are_sound_whatever_the_group_does(block: int, request: py
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         assert TOPIC in {source.topic for source, *_ in world.group.landed}
-    report_cases(request, "commits to a model of Kafka's group coordinator", done, share)
+    report_cases(request, "commits to a model of Kafka's group coordinator", done, len(seeds))

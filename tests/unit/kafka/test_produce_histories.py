@@ -37,6 +37,7 @@ from tests.support.kafka_leader import (
     UNKNOWN_PRODUCER,
 )
 from tests.support.kafka_wire import LINKS, TOPIC, ModelCluster
+from tests.support.turns import cases_of_the_day
 from tests.support.virtual_loop import VirtualLoop, virtual_clock
 
 pytestmark = pytest.mark.long
@@ -506,11 +507,14 @@ def test_what_is_acknowledged_is_stored_once_and_what_is_refused_is_not(
     part: int, request: pytest.FixtureRequest
 ) -> None:
     """If it fails, there is a history in which a 2xx is a lost event, or a "not stored" a stored one; hypothesis prints it."""
-    budget, runs = CpuBudget(CPU_S / PARTS), 0
-    while runs < RUNS and budget.is_left:
-        run_histories(Produce, list(Phase), number=part * RUNS + runs)
-        runs += 1
-    report_cases(request, "produce requests to a model of Kafka's leaders", runs * EXAMPLES, RUNS * EXAMPLES)
+    runs, done = cases_of_the_day(range(part * RUNS, (part + 1) * RUNS)), 0
+    budget = CpuBudget(CPU_S / PARTS * len(runs) / RUNS)
+    for number in runs:
+        if not budget.is_left:
+            break
+        run_histories(Produce, list(Phase), number=number)
+        done += EXAMPLES
+    report_cases(request, "produce requests to a model of Kafka's leaders", done, len(runs) * EXAMPLES)
 
 
 def test_a_place_that_the_leader_has_forgotten_is_not_guessed() -> None:

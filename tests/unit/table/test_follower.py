@@ -209,8 +209,11 @@ async def read_events(reader: asyncio.StreamReader, count: int) -> list[tuple[st
     return [(name, data, last) for name, data in found]
 
 
-async def test_the_id_of_a_client_that_is_behind_has_its_own_time(tmp_path: Path) -> None:
+async def test_the_id_of_a_client_that_is_behind_has_its_own_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Broken: a client that reads old changes, and is cut, goes on with an id that hides which tombstones it has missed."""
+    monkeypatch.setattr("services.table.api.HEARTBEAT_S", 0.5)
     async with running(tmp_path, partitions=1) as table:
         for number in range(3):
             await table.put("a", b"%d" % number)
