@@ -26,7 +26,7 @@ from tests.support.spark_cluster import SparkCluster
 ROUNDS = 2
 SMALL, LARGE = 2_000, 20_000
 """Events of a batch."""
-WARM, BATCHES = 200, 150
+WARM, BATCHES = 500, 150
 """Batches that are not counted, and batches that are."""
 STREAM = "events"
 """All cases read the same stream."""

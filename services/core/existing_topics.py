@@ -116,6 +116,8 @@ class _Made(NamedTuple):
 
 _DEFAULTS = _Made(None, None, None, None)
 _REPLACED = frozenset((ID, CONTENT_TYPE))
+_CHECKED = _REPLACED | {TYPE, TIME}
+"""Headers of others that a rule may replace."""
 
 
 class _Found(NamedTuple):
@@ -248,14 +250,17 @@ class Translation:
         return self._translate(stored, event_id, origin)
 
     def _translate_usual(self, batch: Batch, topic_id: str, prefix: bytes) -> list[Record] | None:
-        """All at once, where no record has headers and every rule fits; None when one record needs `_translate`."""
+        """All at once, where every header is kept and every rule fits; None when one record needs `_translate`."""
         records, offsets = batch.records, batch.offsets
         epoch = offsets[0] // TOPIC_NUMBERS
         if (
             self._columns is None
             or offsets[-1] // TOPIC_NUMBERS != epoch
-            or [1 for one in records if one.headers or one.value is None or not 0 <= one.timestamp <= LATEST_MS]
+            or [1 for one in records if one.value is None or not 0 <= one.timestamp <= LATEST_MS]
         ):
+            return None
+        names = {name for record in records if record.headers for name, _ in record.headers}
+        if names & _CHECKED or [1 for name in names if name.startswith(OWN_PREFIX)]:
             return None
         found = self._columns.read(records)
         if found is None:
@@ -263,7 +268,9 @@ class Translation:
         ids = found.ids or _numbered(prefix, offsets)
         arrivals = {time: (ARRIVAL, b"%d" % time) for time in {record.timestamp for record in records}}
         return [
-            Record(key, record.value, time, ((ID, event_id), arrivals[record.timestamp], (ORIGIN, origin)))
+            Record(
+                key, record.value, time, ((ID, event_id), arrivals[record.timestamp], (ORIGIN, origin), *record.headers)
+            )
             for record, event_id, origin, key, time in zip(
                 records, ids, _origins(topic_id, batch.partition, offsets), found.keys, found.times, strict=True
             )
