@@ -585,6 +585,16 @@ def test_without_a_fleet_every_verb_says_the_same(shell: Shell, tmp_path: Path, 
     assert remedy.endswith(NEED_A_FLEET[verb])
 
 
+@pytest.mark.parametrize("verb", ["event o-1", "group show", "destination list"])
+def test_without_a_pipe_file_a_verb_says_how_to_name_the_fleet(shell: Shell, verb: str) -> None:
+    """Broken: in another folder than the fleet's, a person is told to make a pipe file."""
+    assert shell.run(*verb.split()) == 2
+    assert shell.err.splitlines() == [
+        "error: no fleet runs on the data folder data, and there is no pipes.yaml here",
+        "  Try: --data with the folder of the fleet, or --pipes with its pipe file",
+    ]
+
+
 def test_the_keys_file_that_ingest_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: the fleet's state names another keys file than its ingest reads."""
     monkeypatch.chdir(tmp_path)
