@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 import socket
 import time
 from collections import Counter, deque
@@ -16,7 +15,7 @@ import msgspec
 import orjson
 
 from services.core.backoff import Backoff
-from services.fleet.event_source import BadInput, SourceEvent
+from services.fleet.event_source import BadInput, SourceEvent, without_place
 from services.fleet.pace import Pace
 from services.fleet.problem import why_no_answer
 
@@ -56,8 +55,6 @@ TIMEOUT_S = 40.0
 """Longer than ingest needs to learn the outcome of a batch, so that its answer arrives before this time-out."""
 GIVE_UP_AFTER_S = 120.0
 SHOWN_REFUSALS = 10
-_PLACE = re.compile(r" at line \d+, column \d+")
-"""In ingest's words about a body that is not JSON: the place in the request, which is none in the input."""
 _LASTING_ATTEMPTS = 3
 """After so many retries the reason is shown; at once when there was no answer."""
 _BASE_WAIT_S, _MAX_WAIT_S, _MAX_RETRY_AFTER_S = 0.1, 10.0, 60.0
@@ -235,7 +232,7 @@ class _Sender:
                 middle = len(batch) // 2
                 return [batch[:middle], batch[middle:]]
             elif status in (400, 413):
-                detail = _PLACE.sub("", str(answer.get("detail", "")))
+                detail = without_place(str(answer.get("detail", "")))
                 self._summary.refuse(batch[0], _reason(answer, status), detail)
                 batch = []
             elif status not in (408, 429) and 300 <= status < 500:
