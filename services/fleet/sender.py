@@ -54,7 +54,8 @@ MAX_BATCH_BYTES = 1_000_000
 TIMEOUT_S = 40.0
 """Longer than ingest needs to learn the outcome of a batch, so that its answer arrives before this time-out."""
 GIVE_UP_AFTER_S = 120.0
-SHOWN_REFUSALS = 10
+SHOWN_EXAMPLES = 10
+SKIPPED = "skipped"
 _LASTING_ATTEMPTS = 3
 """After so many retries the reason is shown; at once when there was no answer."""
 _BASE_WAIT_S, _MAX_WAIT_S, _MAX_RETRY_AFTER_S = 0.1, 10.0, 60.0
@@ -90,9 +91,10 @@ class Target:
 
 @dataclass(slots=True)
 class SendSummary:
-    """The outcome so far. refused: counts by reason; examples: (position in the input, reason, detail) of the first few.
+    """The outcome so far. refused: by ingest, counts by reason. skipped: those that are no JSON objects, which were not sent.
 
-    unit: the word for a position.
+    examples: (position in the input, reason, detail) of the first few; the reason of a skipped one is SKIPPED. unit: the word
+    for a position.
     trouble: why a request is retried; "" once one is answered. A refusal counts only after several retries.
     """
 
@@ -100,6 +102,7 @@ class SendSummary:
     requests: int = 0
     retries: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    skipped: int = 0
     examples: list[tuple[int, str, str]] = field(default_factory=list)
     unit: str = "event"
     trouble: str = ""
@@ -107,7 +110,15 @@ class SendSummary:
     def refuse(self, event: SourceEvent, reason: str, detail: str) -> None:
         """Count one event that ingest will never accept."""
         self.refused[reason] += 1
-        if len(self.examples) < SHOWN_REFUSALS:
+        self._show(event, reason, detail)
+
+    def skip(self, event: SourceEvent) -> None:
+        """Count one event that is not sent, because of its fault."""
+        self.skipped += 1
+        self._show(event, SKIPPED, event.fault)
+
+    def _show(self, event: SourceEvent, reason: str, detail: str) -> None:
+        if len(self.examples) < SHOWN_EXAMPLES:
             self.unit = event.unit
             self.examples.append((event.position, reason, detail))
 
@@ -152,13 +163,13 @@ class _Reading:
         self.error: BadInput | OSError | None = None
 
     async def batches(self) -> AsyncIterator[list[SourceEvent]]:
-        """Batches of up to `Target.request_events` events and about MAX_BATCH_BYTES. Those that are not JSON count as refused."""
+        """Batches of up to `Target.request_events` events and about MAX_BATCH_BYTES. What is no JSON object is skipped."""
         more = True
         while more:
             batch, more = await asyncio.to_thread(self._next)
             for event in batch:
                 if event.fault:
-                    self._summary.refuse(event, "bad-json", event.fault)
+                    self._summary.skip(event)
             stream = self._target.stream
             good = [event._replace(payload=wrap(event.payload, stream)) for event in batch if not event.fault]
             if good:
