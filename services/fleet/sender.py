@@ -15,12 +15,12 @@ import msgspec
 import orjson
 
 from services.core.backoff import Backoff
+from services.core.event import SENDER
 from services.fleet.event_source import BadInput, SourceEvent, without_place
 from services.fleet.pace import Pace
 from services.fleet.problem import why_no_answer
 
 CONTENT_TYPE = "application/cloudevents-batch+json"
-SOURCE = "penstock-send"
 
 
 class _Probe(msgspec.Struct):
@@ -36,7 +36,7 @@ def wrap(payload: bytes, stream: str) -> bytes:
     found = _probe.decode(payload)
     if found.specversion is not None and found.id is not None:
         return payload
-    head = f'{{"specversion":"1.0","id":"{make_id()}","source":"{SOURCE}","type":"{stream}","data":'
+    head = f'{{"specversion":"1.0","id":"{make_id()}","source":"{SENDER}","type":"{stream}","data":'
     return head.encode() + payload + b"}"
 
 
