@@ -5,7 +5,7 @@ documents, tags, files over 1 MB, and nesting over 50 levels.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -239,20 +239,31 @@ _WORDS = {
 def validate_document(document: Document, model: type[Model]) -> Model:
     """The document as this model. Raises BadConfiguration with every problem at once, each at its line.
 
-    A key that is missing because it is misspelled is one problem, not two.
+    A key that is missing because it is misspelled is one problem, not two. So is a value that fits none of several forms.
     """
     try:
         return model.model_validate({} if document.data is None else document.data)
     except ValidationError as error:
         meant = _meant_keys(model, document.data, error)
         found = {(*path[:-1], name) for path, name in meant.items()}
-        problems = []
-        for item in error.errors(include_url=False, include_input=False):
-            path = known_path(document.data, item["loc"])
+        said: dict[KeyPath, list[str]] = {}
+        for path, item in _of_meant_forms(document.data, error):
             if item["type"] != "missing" or path not in found:
                 question = f"; did you mean {meant[path]}?" if path in meant else ""
-                problems.append(document.problem(path, describe(item) + question))
-        raise BadConfiguration(problems) from None
+                said.setdefault(path, []).append(describe(item) + question)
+        raise BadConfiguration([document.problem(path, ", or ".join(words)) for path, words in said.items()]) from None
+
+
+def _of_meant_forms(data: Any, error: ValidationError) -> list[tuple[KeyPath, ErrorDetails]]:
+    """The errors with their paths. Where a value may have several forms, pydantic has errors of each: those of forms that the
+    value does not have are left out, if it has another one."""
+    items = [(known_path(data, item), item) for item in error.errors(include_url=False, include_input=False)]
+    fit = {path[:n] for path, item in items for n in range(len(path) + (not _is_other_form(item)))}
+    return [(path, item) for path, item in items if not _is_other_form(item) or path not in fit]
+
+
+def _is_other_form(item: ErrorDetails) -> bool:
+    return item["type"].endswith("_type")
 
 
 def with_meant_keys(data: Any, model: type[BaseModel]) -> Any:
@@ -280,7 +291,7 @@ def readable_part(data: Any, model: type[Model]) -> Model | None:
             return model.model_validate(data)
         except ValidationError as error:
             items = error.errors(include_url=False, include_input=False)
-        wrong = [_innermost(data, known_path(data, item["loc"])) for item in items]
+        wrong = [_innermost(data, known_path(data, item)) for item in items]
         for found in wrong:
             if found is None:
                 return None
@@ -303,7 +314,7 @@ def _innermost(data: Any, path: KeyPath) -> tuple[dict[Any, Any], str | int] | N
 def _meant_keys(model: type[BaseModel], data: Any, error: ValidationError) -> dict[KeyPath, str]:
     """By the path of each unknown key: the key of its place that it is close to."""
     items = error.errors(include_url=False, include_input=False)
-    paths = [known_path(data, item["loc"]) for item in items if item["type"] == "extra_forbidden"]
+    paths = [known_path(data, item) for item in items if item["type"] == "extra_forbidden"]
     return {path: name for path in paths if (name := _guess_key(model, path))}
 
 
@@ -333,15 +344,17 @@ def _children(node: Schema, part: str | int) -> list[Schema]:
     return [child for child in rest if isinstance(child, dict)]
 
 
-def known_path(data: object, loc: Sequence[int | str]) -> KeyPath:
-    """The part of a pydantic location that is in the data (pydantic adds names of union branches)."""
+def known_path(data: object, item: ErrorDetails) -> KeyPath:
+    """The part of an error's location that is in the data, and the missing key (pydantic adds names of union branches,
+    and `[key]` for a key itself)."""
     path: list[str | int] = []
+    loc, is_missing = item["loc"], item["type"] == "missing"
     for index, part in enumerate(loc):
         if isinstance(data, Mapping) and part in data:
             data = data[part]
         elif isinstance(data, list) and isinstance(part, int) and part < len(data):
             data = data[part]
-        elif index < len(loc) - 1 or part == "[key]":  # pydantic's word for "the key itself"
+        elif index < len(loc) - 1 or not is_missing:
             continue
         path.append(part)
     return tuple(path)

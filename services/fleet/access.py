@@ -11,7 +11,7 @@ from services.core.broker.connect import BadBrokerUrl
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
 from services.core.fleet_broker import open_fleet_broker, open_own_broker
-from services.core.pipes import PipeFile
+from services.core.pipes import PipeFile, load_pipes
 from services.fleet.folder import FleetState, read_state
 from services.fleet.problem import CommandFailed
 
@@ -66,6 +66,15 @@ def find_pipes(pipes: Path | None, data: Path) -> Path:
     """The path as given, else the file of the last fleet on the data folder, else `pipes.yaml` here. Blocking."""
     state = read_state(data) if pipes is None else None
     return pipes or (Path(state.pipes) if state is not None else Path("pipes.yaml"))
+
+
+def load_found_pipes(pipes: Path | None, data: Path) -> PipeFile:
+    """The pipe file of `find_pipes`. Blocking. Raises BadConfiguration, and CommandFailed when nothing names one."""
+    path = find_pipes(pipes, data)
+    if pipes is None and read_state(data) is None and not path.exists():
+        remedy = "--data with the folder of the fleet, or --pipes with its pipe file"
+        raise CommandFailed(f"no fleet runs on the data folder {data}, and there is no {path} here", remedy, status=2)
+    return load_pipes(path)
 
 
 def find_keys(keys: Path | None, data: Path) -> Path:

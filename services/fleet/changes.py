@@ -213,7 +213,7 @@ class _Search:
         stored = await self._count_stored(unbegun)
         if not stored:
             return None
-        is_new = len(unbegun) == len(topics) and lane not in self._before.lanes
+        is_new = len(unbegun) == len(topics) and not await self._has_run(lane)
         what = "new destination" if is_new else f"begins to read {' and '.join(stored)}"
         if destination.start == "latest":
             return Change(
@@ -307,6 +307,18 @@ class _Search:
     async def _has_begun(self, lane: str, topic: str) -> bool:
         async with self._limit:
             return await self._broker.admin.has_begun(_group_of(lane), topic)
+
+    async def _has_run(self, lane: str) -> bool:
+        """Whether a former fleet had the lane, and the lane has begun a stream, or a topic of its pipe. `penstock apply` alone
+        begins nothing."""
+        if lane not in self._before.lanes:
+            return False
+        own = [topic for topic in self._topics if topic.startswith(f"{lane.partition('/')[0]}.")]
+        streams = [topic for topic in self._topics if "." not in topic]  # only the name of a stream has no dot
+        for topic in [*own, *streams]:
+            if await self._has_begun(lane, topic):
+                return True
+        return False
 
     async def _is_running(self, lane: str) -> bool:
         """Whether the destination has members: it came back, or was added, in a roll-out that did not record it."""

@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import os
+import re
 import select
 import zlib
 from collections.abc import Callable, Iterator
@@ -64,6 +65,14 @@ class SourceEvent(NamedTuple):
     payload: bytes
     fault: str
     unit: str = "event"
+
+
+_PLACE = re.compile(r" at line \d+, column \d+")
+
+
+def without_place(detail: str) -> str:
+    """Ingest's words about one event, without the place in the request. A person looks for the place in the input."""
+    return _PLACE.sub("", detail)
 
 
 class Readable(Protocol):

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 import socket
 import time
 from collections import Counter, deque
@@ -16,12 +15,12 @@ import msgspec
 import orjson
 
 from services.core.backoff import Backoff
-from services.fleet.event_source import BadInput, SourceEvent
+from services.core.event import SENDER
+from services.fleet.event_source import BadInput, SourceEvent, without_place
 from services.fleet.pace import Pace
 from services.fleet.problem import why_no_answer
 
 CONTENT_TYPE = "application/cloudevents-batch+json"
-SOURCE = "penstock-send"
 
 
 class _Probe(msgspec.Struct):
@@ -37,7 +36,7 @@ def wrap(payload: bytes, stream: str) -> bytes:
     found = _probe.decode(payload)
     if found.specversion is not None and found.id is not None:
         return payload
-    head = f'{{"specversion":"1.0","id":"{make_id()}","source":"{SOURCE}","type":"{stream}","data":'
+    head = f'{{"specversion":"1.0","id":"{make_id()}","source":"{SENDER}","type":"{stream}","data":'
     return head.encode() + payload + b"}"
 
 
@@ -55,9 +54,8 @@ MAX_BATCH_BYTES = 1_000_000
 TIMEOUT_S = 40.0
 """Longer than ingest needs to learn the outcome of a batch, so that its answer arrives before this time-out."""
 GIVE_UP_AFTER_S = 120.0
-SHOWN_REFUSALS = 10
-_PLACE = re.compile(r" at line \d+, column \d+")
-"""In ingest's words about a body that is not JSON: the place in the request, which is none in the input."""
+SHOWN_EXAMPLES = 10
+SKIPPED = "skipped"
 _LASTING_ATTEMPTS = 3
 """After so many retries the reason is shown; at once when there was no answer."""
 _BASE_WAIT_S, _MAX_WAIT_S, _MAX_RETRY_AFTER_S = 0.1, 10.0, 60.0
@@ -93,9 +91,10 @@ class Target:
 
 @dataclass(slots=True)
 class SendSummary:
-    """The outcome so far. refused: counts by reason; examples: (position in the input, reason, detail) of the first few.
+    """The outcome so far. refused: by ingest, counts by reason. skipped: those that are no JSON objects, which were not sent.
 
-    unit: the word for a position.
+    examples: (position in the input, reason, detail) of the first few; the reason of a skipped one is SKIPPED. unit: the word
+    for a position.
     trouble: why a request is retried; "" once one is answered. A refusal counts only after several retries.
     """
 
@@ -103,6 +102,7 @@ class SendSummary:
     requests: int = 0
     retries: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    skipped: int = 0
     examples: list[tuple[int, str, str]] = field(default_factory=list)
     unit: str = "event"
     trouble: str = ""
@@ -110,7 +110,15 @@ class SendSummary:
     def refuse(self, event: SourceEvent, reason: str, detail: str) -> None:
         """Count one event that ingest will never accept."""
         self.refused[reason] += 1
-        if len(self.examples) < SHOWN_REFUSALS:
+        self._show(event, reason, detail)
+
+    def skip(self, event: SourceEvent) -> None:
+        """Count one event that is not sent, because of its fault."""
+        self.skipped += 1
+        self._show(event, SKIPPED, event.fault)
+
+    def _show(self, event: SourceEvent, reason: str, detail: str) -> None:
+        if len(self.examples) < SHOWN_EXAMPLES:
             self.unit = event.unit
             self.examples.append((event.position, reason, detail))
 
@@ -155,13 +163,13 @@ class _Reading:
         self.error: BadInput | OSError | None = None
 
     async def batches(self) -> AsyncIterator[list[SourceEvent]]:
-        """Batches of up to `Target.request_events` events and about MAX_BATCH_BYTES. Those that are not JSON count as refused."""
+        """Batches of up to `Target.request_events` events and about MAX_BATCH_BYTES. What is no JSON object is skipped."""
         more = True
         while more:
             batch, more = await asyncio.to_thread(self._next)
             for event in batch:
                 if event.fault:
-                    self._summary.refuse(event, "bad-json", event.fault)
+                    self._summary.skip(event)
             stream = self._target.stream
             good = [event._replace(payload=wrap(event.payload, stream)) for event in batch if not event.fault]
             if good:
@@ -235,7 +243,7 @@ class _Sender:
                 middle = len(batch) // 2
                 return [batch[:middle], batch[middle:]]
             elif status in (400, 413):
-                detail = _PLACE.sub("", str(answer.get("detail", "")))
+                detail = without_place(str(answer.get("detail", "")))
                 self._summary.refuse(batch[0], _reason(answer, status), detail)
                 batch = []
             elif status not in (408, 429) and 300 <= status < 500:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from services.core.broker.reading import read_tail
 from services.core.broker.record import Record
@@ -33,7 +34,7 @@ from services.core.sample import (
 from services.core.times import format_time
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import opened
-from services.fleet.event_source import STDIN, BadInput, InputFile, read_events
+from services.fleet.event_source import STDIN, BadInput, InputFile, read_events, without_place
 from services.fleet.problem import CommandFailed, unreadable_file
 from services.fleet.spark_child import LIMIT_S, TooSlow, last_lines, run_spark
 from services.fleet.temporary import temporary_folder
@@ -127,7 +128,9 @@ def make_records(events: Sequence[SampleEvent], pipes: Path) -> Sample:
         raise CommandFailed(f"the sample was not read within {LIMIT_S / 60:.0f} minutes", "a smaller sample") from None
     if done.returncode:
         raise CommandFailed("\n".join(last_lines(done.stderr)), status=2 if done.returncode == 2 else 1)
-    return msgspec.msgpack.decode(done.stdout, type=Sample)
+    found = msgspec.msgpack.decode(done.stdout, type=Sample)
+    refused = [replace(one, detail=without_place(one.detail)) for one in found.refused]
+    return replace(found, refused=refused)
 
 
 def run_transform(pipes: Path, pipe: str, records: Sequence[SampleRecord], broker: str | None) -> TrialResult:

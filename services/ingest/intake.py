@@ -180,12 +180,16 @@ class Intake:
         return Columns(values, self._fill(found, count, arrival), keys, times, more), faults
 
     def _column(self, items: Items, use: str, field: Reader | None) -> Column | None:
-        """The stream's own field of the payload, its gaps filled from the CloudEvents attribute."""
+        """The stream's own field of the payload, its gaps filled from the CloudEvents attribute. Counts the gaps that no client
+        filled: `penstock send` makes ids because a repetition needs them, whatever the event has."""
         own = field(items.documents) if field is not None else None
         if items.attributes is not None:
             given: Column = [attributes.get(_ATTRIBUTES[use]) for attributes in items.attributes]
             if own is None:
                 return given
+            if use == "id" and None in own:
+                pairs = zip(own, items.attributes, strict=True)
+                self.tally.absent(use, sum(one is None and each.get("source") == event.SENDER for one, each in pairs))
             own = [other if one is None else one for one, other in zip(own, given, strict=True)]
         if own is not None and (absent := own.count(None)):
             self.tally.absent(use, absent)

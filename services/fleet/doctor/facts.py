@@ -215,6 +215,11 @@ class Facts:
     observer: ObserverFacts = field(default_factory=ObserverFacts)
     unknown: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the fleet was stopped, or its supervisor is dead, and the services with it."""
+        return self.stopped or (self.supervisor is not None and self.supervisor.status in ("gone", "zombie"))
+
     def of(self, service: str) -> list[Instance]:
         """The instances of a service."""
         return [one for one in self.instances if one.service == service]

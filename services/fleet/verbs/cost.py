@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 import uvloop
 
-from services.core.pipes import PipeFile, load_pipes
-from services.fleet.access import find_broker, find_pipes, opened
+from services.core.pipes import PipeFile
+from services.fleet.access import find_broker, load_found_pipes, opened
 from services.fleet.console import OUT, print_note
 from services.fleet.cost import FleetSample, Prices, read_fleet, render_cost, summarise_cost
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
@@ -40,7 +40,7 @@ def cost(
 
     It counts every stream of the pipe file, also those that Penstock keeps for itself, as `infra/aws/streams.py` does.
     """
-    file = load_pipes(find_pipes(pipes, data))
+    file = load_found_pipes(pipes, data)
     prices = Prices(shard_hour, million_units)
     fleet = uvloop.run(_read(find_broker(broker, data), file, minutes))
     found = summarise_cost(fleet, prices)

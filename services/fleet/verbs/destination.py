@@ -13,11 +13,11 @@ from rich.text import Text
 from services.core.broker.producer import Producer
 from services.core.causes import Causes
 from services.core.pauses import OPERATOR, Pause, list_paused, write_pause
-from services.core.pipes import PipeFile, load_pipes
+from services.core.pipes import PipeFile
 from services.core.scrape import Sample, scrape
 from services.core.topic_names import lane_name, renames_of
 from services.core.units import format_count
-from services.fleet.access import find_broker, find_fleet, find_pipes, opened
+from services.fleet.access import find_broker, find_fleet, find_pipes, load_found_pipes, opened
 from services.fleet.console import ERR, OUT, print_note
 from services.fleet.dead.audit import whoami
 from services.fleet.dead.found import DeadLetterSearch, Filter
@@ -171,7 +171,9 @@ def pause(
     """
     path, who = find_pipes(pipes, data), whoami()
     new = Pause("paused", OPERATOR, who, time.time_ns() // 1_000_000, reason[:MAX_REASON])
-    uvloop.run(_change(find_broker(broker, data), path, load_pipes(path), name, pipe, new, as_json=as_json))
+    uvloop.run(
+        _change(find_broker(broker, data), path, load_found_pipes(pipes, data), name, pipe, new, as_json=as_json)
+    )
 
 
 @DESTINATION.command(epilog=example("penstock destination resume billing"))
@@ -186,7 +188,9 @@ def resume(
     """Resume a destination that an operator paused, or that answered 410. The rate rises slowly; parked events are sent, too."""
     path, who = find_pipes(pipes, data), whoami()
     new = Pause("resumed", OPERATOR, who, time.time_ns() // 1_000_000)
-    uvloop.run(_change(find_broker(broker, data), path, load_pipes(path), name, pipe, new, as_json=as_json))
+    uvloop.run(
+        _change(find_broker(broker, data), path, load_found_pipes(pipes, data), name, pipe, new, as_json=as_json)
+    )
 
 
 async def _change(
@@ -219,7 +223,7 @@ def list_all(pipes: Pipes = None, broker: BrokerUrl = None, data: Data = Path("d
     Needs no running fleet. So it does not know whether a receiver fails: `penstock status` shows that. The state `running` in
     --json means: not paused.
     """
-    file = load_pipes(find_pipes(pipes, data))
+    file = load_found_pipes(pipes, data)
     found = uvloop.run(_list(find_broker(broker, data), file))
     if as_json:
         for one in found:

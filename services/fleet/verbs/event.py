@@ -14,12 +14,12 @@ from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn
 from rich.text import Text
 
-from services.core.pipes import PipeFile, load_pipes
+from services.core.pipes import PipeFile
 from services.core.story.find import Scope, find_story, make_scope
 from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, Searched, Story
 from services.core.story.search import Limits, Progress
 from services.core.times import format_time, parse_time
-from services.fleet.access import find_broker, find_pipes, opened
+from services.fleet.access import find_broker, load_found_pipes, opened
 from services.fleet.console import ERR, OUT, print_note
 from services.fleet.dead.view import plain
 from services.fleet.problem import CommandFailed, unknown_name
@@ -55,7 +55,7 @@ def event(
 
     Searches the topics for its id; a fleet need not run. Status 1 when the id was not found.
     """
-    file, now = load_pipes(find_pipes(pipes, data)), time.time()
+    file, now = load_found_pipes(pipes, data), time.time()
     try:
         first, last = (None if text is None else parse_time(text, now) for text in (since, until))
     except (ValueError, OverflowError) as error:

@@ -18,11 +18,11 @@ from services.core.audit import RESET, SKIP
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.pauses import Pause, list_paused
-from services.core.pipes import PipeFile, load_pipes
+from services.core.pipes import PipeFile
 from services.core.times import date_of, parse_time
 from services.core.topic_names import renames_of
 from services.core.units import format_count
-from services.fleet.access import find_broker, find_fleet, find_pipes, opened
+from services.fleet.access import find_broker, find_fleet, load_found_pipes, opened
 from services.fleet.console import ERR, OUT, confirm, make_table, print_note
 from services.fleet.dead.audit import Auditor, whoami
 from services.fleet.dead.view import plain
@@ -90,7 +90,7 @@ def show(
 
     --json prints one object per line: destinations, then transforms.
     """
-    file = load_pipes(find_pipes(pipes, data))
+    file = load_found_pipes(pipes, data)
     lanes = find_lanes(file, name)
     found, paused = uvloop.run(_read(find_broker(broker, data), lanes, file))
     for one in found:
@@ -195,7 +195,7 @@ def reset(
     PIPE lets the pipe's transform begin again. The command renames the transform's checkpoint. It also works when the checkpoint
     is lost or on another machine. --to needs a transform that treats each event by itself, and a broker other than Kinesis.
     """
-    file, url = load_pipes(find_pipes(pipes, data)), find_broker(broker, data)
+    file, url = load_found_pipes(pipes, data), find_broker(broker, data)
     if (
         bool(to_earliest) != bool(to)
         and not to_offset
@@ -237,7 +237,7 @@ def skip(
     Waiting retries and parked events (PIPE.retry, PIPE.parked; of penstock/retrier: penstock.retry-in, penstock.delay-*) are
     skipped only where --to-offset names their topic, and become dead letters. After a failure, repeat the command.
     """
-    file = load_pipes(find_pipes(pipes, data))
+    file = load_found_pipes(pipes, data)
     lane = _one_lane(file, name)
     target = _target(lane, to, to_offset, "end" if to_end else None, "--to-end")
     if not reason.strip():

@@ -100,7 +100,7 @@ def send(
         _print_summary(summary, time.monotonic() - begun, as_json=as_json)
     if failure is not None:
         raise failure
-    if summary.refused:
+    if summary.refused or summary.skipped:
         raise typer.Exit(1)
 
 
@@ -214,17 +214,21 @@ def _print_summary(summary: SendSummary, seconds: float, *, as_json: bool) -> No
         result = {
             "accepted": summary.accepted,
             "refused": refused,
+            "skipped": summary.skipped,
             "reasons": dict(summary.refused),
             "examples": examples,
         }
         typer.echo(json.dumps({**result, "retries": summary.retries, "seconds": round(seconds, 3)}))
         return
+    skipped = f", skipped {summary.skipped}" if summary.skipped else ""
     print_note(
-        f"accepted {summary.accepted}, refused {refused}, retries {summary.retries}; "
+        f"accepted {summary.accepted}, refused {refused}{skipped}, retries {summary.retries}; "
         f"{seconds:.1f} s, {summary.accepted / max(seconds, 0.001):,.0f} events/s",
-        "green" if not refused else "yellow",
+        "yellow" if refused or skipped else "green",
     )
     for reason, count in summary.refused.most_common():
         print_note(f"  refused {count}: {reason}", "yellow")
+    if skipped:
+        print_note(f"  skipped {summary.skipped}: no JSON objects, so they were not sent", "yellow")
     for position, reason, detail in summary.examples:
         print_note(f"    {summary.unit} {position}: {reason}: {detail}", "dim")

@@ -26,6 +26,7 @@ from services.core.settings import variable_name
 from services.fleet import sender
 from services.fleet.access import ingest_url
 from services.fleet.cli import load_verbs, main
+from services.fleet.event_source import SourceEvent
 from services.fleet.folder import FleetState, write_state
 from services.fleet.ports import free_port
 from services.fleet.settings import UpSettings, keys_of_ingest
@@ -512,6 +513,24 @@ def test_a_file_that_is_no_json_is_not_sent(shell: Shell, tmp_path: Path) -> Non
     assert shell.err.endswith("Try: a JSON array, or one JSON object per line; nothing was sent\n")
 
 
+def test_send_tells_what_it_skipped_from_what_ingest_refused(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a line that never left counts as refused, and is looked for in the figures of ingest; or the status is 0."""
+
+    async def run(_raw: object, _target: object, summary: sender.SendSummary, *_rest: object) -> None:
+        summary.accepted = summary.requests = 1
+        summary.skip(SourceEvent(2, b"{", "not valid JSON", "line"))
+
+    monkeypatch.setattr("services.fleet.verbs.send._run", run)
+    assert shell.run("send", "orders", "/dev/null", "--url", "http://127.0.0.1:1", "--json") == 1
+    told = json.loads(shell.out)
+    assert (told["accepted"], told["refused"], told["skipped"], told["reasons"]) == (1, 0, 1, {})
+    assert told["examples"] == [{"position": 2, "reason": "skipped", "detail": "not valid JSON"}]
+    assert shell.run("send", "orders", "/dev/null", "--url", "http://127.0.0.1:1") == 1
+    first, *rest = shell.err.splitlines()
+    assert first.startswith("accepted 1, refused 0, skipped 1, retries 0; ")
+    assert rest == ["  skipped 1: no JSON objects, so they were not sent", "    line 2: skipped: not valid JSON"]
+
+
 def write_fleet(data: Path, *, keys: str | None = None, pid: int = os.getpid()) -> FleetState:
     """The state of a fleet on this folder whose processes are all down."""
     data.mkdir(exist_ok=True)
@@ -583,6 +602,16 @@ def test_without_a_fleet_every_verb_says_the_same(shell: Shell, tmp_path: Path, 
     assert remedy.startswith("  Try: penstock up")
     assert "--data with its folder" in remedy
     assert remedy.endswith(NEED_A_FLEET[verb])
+
+
+@pytest.mark.parametrize("verb", ["event o-1", "group show", "destination list"])
+def test_without_a_pipe_file_a_verb_says_how_to_name_the_fleet(shell: Shell, verb: str) -> None:
+    """Broken: in another folder than the fleet's, a person is told to make a pipe file."""
+    assert shell.run(*verb.split()) == 2
+    assert shell.err.splitlines() == [
+        "error: no fleet runs on the data folder data, and there is no pipes.yaml here",
+        "  Try: --data with the folder of the fleet, or --pipes with its pipe file",
+    ]
 
 
 def test_the_keys_file_that_ingest_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,7 @@ def test_a_new_name_without_a_word_would_get_everything(site: Site, shell: Shell
     site.write(one_pipe("late", ["name: new"]))
     assert shell.run("apply") == 0, "it finds the log of the fleet on --data"
     assert words in shell.err.replace("\n", " ")
+    assert "late/new: new destination, will receive 2,800 events of s" in site.check()[1], "it has not begun"
 
 
 def test_a_former_name_that_runs_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -631,7 +632,10 @@ def test_a_new_source_is_read_from_the_beginning(site: Site) -> None:
     site.start()
     site.put("t", [waiting_event("any/one", 1)])
     site.write(text.replace("[s]", "[s, t]"))
-    assert "late/old: begins to read t, will receive 1 event of t from the beginning" in site.check()[1]
+    words = "late/old: begins to read t, will receive 1 event of t from the beginning"
+    assert words in site.check()[1]
+    site.write(text.replace("[s]", "[t]"))
+    assert words in site.check()[1], "also instead of the former one"
 
 
 def test_a_name_that_comes_back(site: Site) -> None:

@@ -239,7 +239,8 @@ async def test_bad_lines_are_counted_not_sent() -> None:
     events = [*numbered(2), SourceEvent(3, b"{", "not valid JSON"), SourceEvent(4, b'{"n":4}', "")]
     ingest, summary = await send(take_all, iter(events))
     assert len(ingest.stored) == summary.accepted == 3
-    assert summary.examples == [(3, "bad-json", "not valid JSON")]
+    assert (summary.skipped, dict(summary.refused)) == (1, {}), "ingest knows nothing of it"
+    assert summary.examples == [(3, "skipped", "not valid JSON")]
 
 
 @pytest.mark.parametrize("in_flight", [1, 4])

@@ -1,6 +1,7 @@
 """`penstock try` without Spark: the sample as ingest would store it, the counts, the refusals."""
 
 import gzip
+import json
 import re
 import time
 from pathlib import Path
@@ -242,6 +243,13 @@ def test_a_pipe_without_a_transform_shows_the_fields_that_its_events_lack(shell:
     assert "2 events in, 2 out, 0 dead letters" in shell.err
     assert "Spark" not in shell.err
     assert "bob" in shell.out
+    (tmp_path / "sample").write_text('{"nr": 7}\n{"nr": 1e400}\n')
+    assert shell.run("try", "none", "--sample", "sample", "--json") == 1
+    (refused,) = json.loads(shell.out)["refusals"]
+    assert (refused["from"], refused["reason"]) == ("sample:2", "bad-json")
+    assert refused["detail"] == "The JSON is not valid: number is infinity when parsed as double.", (
+        "no other line and column"
+    )
 
 
 def test_a_transform_that_never_ends_is_stopped(

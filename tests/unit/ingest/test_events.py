@@ -11,6 +11,7 @@ from prometheus_client import REGISTRY
 from services.core import event
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.record import Record
+from services.fleet.sender import wrap
 from services.ingest.event_fields import IdMaker
 from services.ingest.intake import KEYLESS_MS
 from tests.unit.ingest.service import Service, running
@@ -73,6 +74,13 @@ async def test_absent_fields_are_counted(service: Service) -> None:
             for use in ("id", "key", "time")
         }
 
+    before = counted()
+    sent = [wrap(payload, "orders") for payload in (b'{"id": "a"}', b'{"customer": {"id": "c"}}')]
+    own = b'{"specversion":"1.0","id":"1","source":"/shop","type":"t","data":{}}'
+    batch = b"[" + b",".join([*sent, wrap(own, "orders")]) + b"]"
+    await service.post(batch, "orders", media="application/cloudevents-batch+json")
+    since = {use: count - before[use] for use, count in counted().items()}
+    assert since["id"] == 1.0, "penstock send has made an id; the other client has given one"
     before = counted()
     rows = [{"id": "a", "customer": {"id": "c"}}, {"customer": {"id": "c"}}, {"id": "b", "customer": {}}]
     await service.post(orjson.dumps(rows), "orders")

@@ -317,8 +317,12 @@ def _list(value: object) -> list[object]:
 def find_edited(facts: Facts) -> Iterator[Finding]:
     """Files that were edited after the start: the fleet runs on its snapshot of the earlier ones."""
     if facts.changed and not facts.stopped:
+        # `penstock check` knows the networks of a fleet that runs.
+        first = (
+            "with the --allow-networks of penstock up; then start it" if facts.has_ended else "then restart the fleet"
+        )
         yield Finding(
             "The fleet does not run with the present configuration files: they were changed after its start.",
             [*facts.changed, *(f"a mistake: {text}" for text in facts.mistakes[:SHOWN])],
-            "penstock check   # with the --allow-networks of penstock up; then restart it to use the files, or undo the edit",
+            f"penstock check   # {first} to use the files, or undo the edit",
         )

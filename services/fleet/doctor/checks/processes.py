@@ -36,7 +36,7 @@ def find_no_fleet(facts: Facts) -> Iterator[Finding]:
             ["there is no fleet.json, which a running fleet keeps"],
             f"penstock up -f {path} --data {facts.data}   # with the options of its last start",
         )
-    elif facts.state is not None and facts.supervisor is not None and facts.supervisor.status in ("gone", "zombie"):
+    elif facts.state is not None and facts.has_ended:
         alive = sum(one.status not in ("gone", "zombie", "") for one in facts.instances)
         yield Finding(
             f"The supervisor (penstock up) is dead, and {'most' if alive else 'all'} services ended with it.",
@@ -241,7 +241,7 @@ def _usual_run(one: Instance) -> float:
 
 
 def _by_flow(facts: Facts) -> list[Instance]:
-    if facts.stopped or (facts.supervisor is not None and facts.supervisor.status in ("gone", "zombie")):
+    if facts.has_ended:
         return []  # one finding says it for all
     return sorted(
         facts.instances, key=lambda one: (FLOW.index(one.service) if one.service in FLOW else len(FLOW), one.name)

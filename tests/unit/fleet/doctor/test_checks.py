@@ -182,7 +182,11 @@ def test_edited_files() -> None:
     def edit(facts: Facts) -> None:
         facts.changed = ("diff data/snapshot/0-pipes.yaml pipes.yaml: the first difference is in line 3",)
 
-    assert first_of(broken(edit)) == "edited"
+    found = broken(edit)
+    assert first_of(found) == "edited"
+    assert (
+        found.causes[0].finding.first == "penstock check   # then restart the fleet to use the files, or undo the edit"
+    )
     assert first_of(broken(edit, dead("expel"))) == "processes-dead"  # the fleet runs on its snapshot
 
 
