@@ -255,7 +255,8 @@ class Webhook(StrictModel):
         SCHEDULE,
         max_length=32,
         description="The waits before each further round of attempts, after the local retries. Each varies by up to 20 %, and is "
-        "never shorter than the receiver requests. After the last round: dead letters. Empty: no further round. "
+        "never shorter than the receiver requests. While the circuit breaker is open, a wait may be longer: until a little after "
+        "the receiver's next test (docs/delivery.md). After the last round: dead letters. Empty: no further round. "
         "With `order: key`, events wait in their stream, and only the sum of the waits counts.",
         examples=[["10s", "5m", "1h"]],
     )

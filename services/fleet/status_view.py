@@ -23,11 +23,12 @@ _CLOCKS = (
 _BEHIND = (
     "behind: the number of events from the first unsettled one on, and how long that one has waited. For a destination behind a\n"
     "transform: the results of the transform. retried: events that were sent again, once for each\n"
-    "attempt. waiting: events in PIPE.retry, with the global retrier, or parked; see penstock loss show PIPE"
+    "attempt. waiting: events in PIPE.retry (due, but held, as by an open circuit breaker), with the global retrier (not due;\n"
+    "the table `retries` has their number), or parked. How many are in PIPE.retry or parked: penstock group show PIPE/DESTINATION"
 )
 _DUE = (
-    "a waiting event is sent when its next round is due (the destination's schedule); it cannot be brought forward.\n"
-    "Why it waits: penstock doctor"
+    "a waiting event is sent when its next round is due: by the destination's schedule, and not before the next test of a\n"
+    "receiver whose circuit breaker is open. It cannot be brought forward. Why it waits: penstock doctor"
 )
 _WHY = {
     "broker": "only Kafka can be read in real-time mode",

@@ -97,6 +97,18 @@ def test_results_over_several_events(try_it: Try) -> None:
         try_it([], sql="SELECT string(n) AS id, count(*) AS events FROM s GROUP BY n")
 
 
+def test_the_page_shows_what_a_window_returns(try_it: Try) -> None:
+    """If this fails, the payload beside the page's window is not what a receiver gets."""
+    page = (Path(__file__).parents[2] / "docs" / "transforms.md").read_text().partition("### Windows")[2]
+    sql = page.partition("sql: |\n")[2].partition("```")[0].replace("FROM flights", "FROM s")
+    shown = re.findall(r"`({.*?})`", page)[:2]
+    short = sql.replace("AS time, carrier,", "AS time,")
+    assert short != sql
+    for text, payload in ((sql, shown[0]), (short, shown[1])):
+        (result,) = try_it([b'{"carrier": "UA"}'] * 3, sql=text, watermark="10m", columns="carrier STRING").outputs
+        assert (result.key, (result.value or b"").decode()) == (b"UA", payload)
+
+
 def test_a_table_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a table in S3 can only be read where the checkpoints are in S3, too."""
     given = {**CREDENTIALS, "PENSTOCK_TRANSFORM_S3_REGION": REGION, "PENSTOCK_TRANSFORM_S3_PATH_STYLE": "true"}

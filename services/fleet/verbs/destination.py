@@ -55,7 +55,10 @@ class Deliveries:
 
     def describe(self) -> str:
         """One line for a person."""
-        meaning = "" if self.breaker == "closed" else f" ({_MEANING[self.breaker]}: penstock status)"
+        meaning = ""
+        if self.breaker != "closed":
+            where = f"where: penstock group show {self.lane}; the next test: penstock status"
+            meaning = f" ({_MEANING[self.breaker]}; {where})"
         counts = ", ".join(f"{outcome} {count:,}" for outcome, count in sorted(self.requests.items())) or "none"
         return f"{self.lane}: circuit breaker {self.breaker}{meaning}; requests since expel started: {counts}"
 
@@ -101,7 +104,7 @@ def show(
 ) -> None:
     """Show whether a destination is paused, its dead letters by cause, and whether its receiver answers the running fleet.
 
-    Events that wait are no dead letters: `penstock status` counts them.
+    Events that wait are no dead letters: `penstock status` counts them, and `penstock group show` says in which topic they are.
     """
     name, pipe = split_lane(name, pipe)
     where = make_filter(pipe, name, None, since, until, pipes=find_pipes(None, data))

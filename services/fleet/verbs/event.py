@@ -33,7 +33,12 @@ _Outcome = tuple[str, str | None, list[str]]
 @APP.command(epilog=example("penstock event o-88121\npenstock event o-88121 --stream orders --since 3d --json"))
 def event(
     event_id: Annotated[
-        str, typer.Argument(metavar="ID", help="The event's id, as a receiver or a dead letter shows it.")
+        str,
+        typer.Argument(
+            metavar="ID",
+            help="The event's id, as a receiver or a dead letter shows it. Ids that ingest makes: it answers them to the sender "
+            "with `Prefer: return=representation`.",
+        ),
     ],
     stream: Annotated[str | None, typer.Option("--stream", help="Only events of this stream.")] = None,
     pipe: Annotated[str | None, typer.Option("--pipe", help="Only the sources of this pipe, and its outcomes.")] = None,

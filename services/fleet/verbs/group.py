@@ -30,6 +30,7 @@ from services.fleet.lanes import Lane, find_lanes, parse_offset
 from services.fleet.offsets import (
     LaneOffsets,
     Move,
+    PartitionOffsets,
     Target,
     plan_moves,
     read_lanes,
@@ -86,7 +87,8 @@ def show(
 ) -> None:
     """Show the stored and the next offsets of each partition that a destination reads, its lag, and its members.
 
-    PIPE.retry and PIPE.parked hold events that wait for a destination of the pipe. All of its destinations read them.
+    PIPE.retry and PIPE.parked hold events that wait for a destination of the pipe. All of its destinations read them. Events
+    that wait with the global retrier are in the topics of penstock/retrier.
 
     --json prints one object per line: destinations, then transforms.
     """
@@ -116,9 +118,17 @@ def _heading(one: LaneOffsets) -> Text:
     words.append(f": {format_count(count, 'member')}{names}", style="not bold")
     if one.pause is not None:
         words.append(", paused", style="not bold yellow")
-    behind = f"{_events(one.lag.records)} behind, oldest {millis(one.lag.millis)}" if one.lag.records else "up to date"
-    words.append(f", {behind}", style="not bold")
+    words.append(f", {_behind([*one.partitions, *one.waiting])}", style="not bold")
     return words
+
+
+def _behind(parts: Sequence[PartitionOffsets]) -> str:
+    """The sum of the rows, and in which topics these events are."""
+    late = [part for part in parts if part.lag.records]
+    topics = list(dict.fromkeys(part.source.topic for part in late))
+    names = f" in {', '.join(topics[:3])}{', …' if len(topics) > 3 else ''}" if topics else ""
+    oldest = f", oldest {millis(max(part.lag.millis for part in late))}" if late else ""
+    return f"{_events(sum(part.lag.records for part in late))} behind{names}{oldest}"
 
 
 def offset_table(one: LaneOffsets) -> Table:

@@ -121,7 +121,8 @@ async def test_duplicates_are_sent_once_and_redeliveries_again(broker: FakeBroke
 def test_a_last_round_that_found_an_open_breaker_is_followed_by_one_more() -> None:
     """If it fails, an event becomes a dead letter although its last round tried nothing; or it circles for ever."""
     schedule, untried = RetrySchedule([5.0, 60.0]), Failure(BREAKER_OPEN, "", recoverable=True, retry_after=90.0)
-    assert schedule.next_wait(1, untried) == 90.0
+    assert [schedule.next_wait(rounds, untried) for rounds in (0, 1)] == [90.0, 90.0], "not before the next test"
+    assert 4.0 <= (schedule.next_wait(0, BUSY) or 0) <= 6.0
     assert schedule.next_wait(2, untried) == 90.0
     assert schedule.next_wait(3, untried) is None
     assert schedule.next_wait(2, BUSY) is None

@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import json
 import random
+import re
 import shutil
 import time
 from collections.abc import Iterable
@@ -140,8 +141,16 @@ def test_show(shell: Shell) -> None:
     assert shell.run("destination", "pause", "erp") == 0
     assert shell.run("group", "show") == 0
     assert [line for line in shell.out.splitlines() if "member" in line][:2] == [
-        next(line for line in shell.out.splitlines() if line.startswith("a/crm: 0 members, 14 events behind")),
-        next(line for line in shell.out.splitlines() if line.startswith("a/erp: 0 members, paused, 20 events behind")),
+        next(
+            line
+            for line in shell.out.splitlines()
+            if line.startswith("a/crm: 0 members, 14 events behind in s, oldest")
+        ),
+        next(
+            line
+            for line in shell.out.splitlines()
+            if line.startswith("a/erp: 0 members, paused, 20 events behind in s")
+        ),
     ]
     assert "sums: transform, lag not known; its checkpoint has its position" in shell.out
     assert max(map(len, shell.out.splitlines())) <= 80
@@ -427,6 +436,11 @@ def test_waiting_events_are_moved_by_name(
     assert shell.run("group", "show", lane) == 0
     rows = [line.split()[:5] for line in shell.out.splitlines() if line.startswith(topic)]
     assert rows[0] == [topic, "0", "0", "4", "5"]
+    heading = re.search(r"(\d+) events? behind in (.*?), oldest", " ".join(shell.out.split()))
+    assert heading is not None
+    behind = [line.split()[5] for line in shell.out.splitlines() if re.match(r"\S+ +\d+ +\d", line)]
+    assert int(heading[1]) == sum(map(int, behind)), "not `up to date` above a row that is behind"
+    assert topic in heading[2].split(", ")
     assert shell.run("group", "reset", lane, "--to-offset", f"{topic}:0:1", "--yes", "--json") == 0
     assert json.loads(shell.out)["events"] == len(letters) - (lane != "a/erp")
     position, _, _, entries = asyncio.run(look())

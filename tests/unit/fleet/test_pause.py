@@ -159,4 +159,5 @@ def test_an_outage_is_shown_where_there_are_no_dead_letters() -> None:
     assert (shop.breaker, shop.requests) == ("open", {"delivered": 3, "http_503": 84})
     assert list_deliveries(sample, "crm", "shop") == [shop]
     assert "circuit breaker open (too many requests failed" in shop.describe()
+    assert "its events wait; where: penstock group show shop/crm" in shop.describe(), "the status has no places"
     assert "delivered 3, http_503 84" in shop.describe()

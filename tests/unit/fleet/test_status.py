@@ -55,7 +55,7 @@ async def test_the_clock_of_each_lag_is_named(tmp_path: Path) -> None:
     assert "event age: from the event's own time; E2E lag: from its arrival at ingest" in text
     assert "P50, P95 and P99 are of all events since the start" in " ".join(text.split())
     assert f"counts since {format_time(int(psutil.Process().create_time() * 1000))}; of a restarted process" in text
-    assert "penstock loss show PIPE" in text
+    assert "penstock group show PIPE/DESTINATION" in text, "where the waiting events are"
     assert "fails: its circuit breaker is open" not in text
     assert "penstock dead list" not in text
 
@@ -84,6 +84,9 @@ async def test_an_open_circuit_breaker_is_named(tmp_path: Path) -> None:
     assert "Try: penstock doctor" in text
     assert "penstock dead list" in text
     assert "41577" in text
+    status["retrier"] |= {"waiting": 5}
+    console.print(render_status(status))
+    assert "and not before the next test of a receiver" in " ".join(console.export_text().split())
     values["penstock_expel_breaker_state", lanes["d"]] = 1.0
     half_open = await summarise(StatusReading(state, Sample(0.0, values), None), pipes)
     console.print(render_status(half_open))
