@@ -60,7 +60,7 @@ def read_files(files: Mapping[str, str]) -> FileSample:
             with InputFile(STDIN if file == "-" else Path(file)) as raw, io.BufferedReader(raw) as source:
                 events = read_events(source)
                 for event in itertools.islice(events, MOST_EVENTS):
-                    place = f"{name}:{event.position}"
+                    place = f"{name}:{event.position}" if event.unit == "line" else f"{name}, event {event.position}"
                     if event.fault:
                         found.refused.append(RefusedEvent(place, "bad-json", event.fault))
                     else:

@@ -126,7 +126,10 @@ def _read_time(value: object, arrival: int, oldest: int, name: str, row: int, fa
         try:
             time = (msgspec.convert(value, _Time) - _EPOCH) // _MILLISECOND
         except msgspec.ValidationError:
-            detail = f"{name} is a string, but not RFC 3339 with an offset. Send a time like 2026-01-02T03:04:05.678Z."
+            detail = (
+                f"{name} is a string, but not RFC 3339 with an offset. Send a time like 2026-01-02T03:04:05.678Z, or a number of "
+                "seconds or milliseconds since 1970."
+            )
             faults[row] = (problems.BAD_TIME, detail)
     elif type(value) is int or type(value) is float:
         time = round(value * 1000) if abs(value) < _SECONDS_BELOW else round(value)

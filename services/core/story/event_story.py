@@ -93,7 +93,7 @@ def _why_no_output(pipe: str, facts: Facts) -> str:
     """Of an event that the transform has read, and whose origin no output has."""
     if facts.joins_events(pipe):
         return "read by a transform over several events: it is part of a result, which names no event, or was dropped"
-    return "dropped by the transform: no result of it belongs to this event"
+    return "filtered: the transform returned nothing for this event"
 
 
 def _format(millis: int | None) -> str | None:

@@ -76,7 +76,7 @@ def try_pipe(
 
     Without a transform it shows the id, key and time that the events get.
 
-    Status 0 when every event passes or is dropped by the transform. 1 for dead letters, refused events, results that repeat the
+    Status 0 when every event passes or is filtered by the transform. 1 for dead letters, refused events, results that repeat the
     id of another result, and a broken transform.
     """
     try:
@@ -189,7 +189,7 @@ def _print(trial: Trial, pipe: Pipe) -> None:
     for line in _warnings(trial, pipe):
         print_note(line, "yellow")
     counts = [f"{format_count(trial.events, 'event')} in", f"{len(trial.outputs)} out"]
-    counts += [f"{trial.filtered} dropped by the transform"] if pipe.transform and trial.filtered is not None else []
+    counts += [f"{trial.filtered} filtered by the transform"] if pipe.transform and trial.filtered is not None else []
     counts += [format_count(len(trial.dead), "dead letter")]
     counts += [f"{len(trial.refused)} refused by ingest"] if trial.refused else []
     print_note(", ".join(counts), "green" if trial.is_good else "red")

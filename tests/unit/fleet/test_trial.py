@@ -196,6 +196,15 @@ async def test_damaged_records_of_a_stream_are_left_out(tmp_path: Path) -> None:
     assert [one.offset for one in await trial.read_streams(url, NO_PIPES, ["s"], 100)] == ["0", "1", "2", "4", "5"]
 
 
+def test_the_place_in_a_file_is_a_line_or_the_number_of_an_event(tmp_path: Path) -> None:
+    """Broken: of an array over several lines, the number of an event is taken for a line."""
+    lines, array = tmp_path / "lines.ndjson", tmp_path / "array.json"
+    lines.write_text('{"nr": 1}\n\n{"nr": 2}\n')
+    array.write_text('[\n {"nr": 1},\n {"nr": 2}\n]')
+    found = [[one.place for one in trial.read_files({"s": str(file)}).events] for file in (lines, array)]
+    assert found == [["lines.ndjson:1", "lines.ndjson:3"], ["array.json, event 1", "array.json, event 2"]]
+
+
 def test_a_long_file_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: a trial takes hours, or leaves out events without a word."""
     monkeypatch.setattr(trial, "MOST_EVENTS", 2)
