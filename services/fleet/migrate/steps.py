@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -317,7 +318,8 @@ class Migration:
         copy = await self._stream_copy()
         try:
             await asyncio.sleep(timing.FOLLOW_S + _MARGIN_S)  # a writer that is not frozen knows by now
-            await copy.follow()
+            with suppress(BrokerError):  # `complete` does the same again
+                await copy.follow()
             await asyncio.sleep(began + timing.LEASE_S + _MARGIN_S - time.monotonic())
             self._show("holds the writers", copy.events, copy.events)
             self._before("drain")

@@ -434,6 +434,26 @@ async def test_a_hold_that_is_always_too_short_ends_the_command(world: World, mo
         assert places.home(STREAM).writers == "default"
 
 
+async def test_a_copy_that_fails_while_writers_are_held_begins_no_new_wait(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writers would be held for one more lease, and go on before the rest is copied. The copy fails twice, if it is asked."""
+    await _fill(world, 3)
+    follow, failed = ExactCopy.follow, 0
+    async with world.process() as (broker, places):
+
+        async def fail_when_held(copy: ExactCopy) -> float:
+            nonlocal failed
+            if places.home(STREAM).state == "held" and failed < 2:
+                failed += 1
+                raise Unavailable("no node answers")
+            return await follow(copy)
+
+        monkeypatch.setattr(ExactCopy, "follow", fail_when_held)
+        result = await Migration(broker, places, world.load, STREAM, "test").run("second")
+        assert (result.home.readers, result.events, failed) == ("second", 3, 1)
+
+
 async def test_a_hand_over_counts_only_while_its_own_hold_lasts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command was slow: the writers went on, and a second command holds them again. What was acknowledged in between is no
     part of the copy that the first command has completed."""
