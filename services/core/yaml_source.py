@@ -5,7 +5,7 @@ documents, tags, files over 1 MB, and nesting over 50 levels.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -247,8 +247,13 @@ def validate_document(document: Document, model: type[Model]) -> Model:
         meant = _meant_keys(model, document.data, error)
         found = {(*path[:-1], name) for path, name in meant.items()}
         problems = []
-        for item in error.errors(include_url=False, include_input=False):
-            path = known_path(document.data, item["loc"])
+        items = error.errors(include_url=False, include_input=False)
+        paths = [known_path(document.data, item) for item in items]
+        for path, item in zip(paths, items, strict=True):
+            if item["type"] == "string_type" and any(
+                len(path) < len(one) and one[: len(path)] == path for one in paths
+            ):
+                continue  # either a text or keys are needed, and keys are there
             if item["type"] != "missing" or path not in found:
                 question = f"; did you mean {meant[path]}?" if path in meant else ""
                 problems.append(document.problem(path, describe(item) + question))
@@ -280,7 +285,7 @@ def readable_part(data: Any, model: type[Model]) -> Model | None:
             return model.model_validate(data)
         except ValidationError as error:
             items = error.errors(include_url=False, include_input=False)
-        wrong = [_innermost(data, known_path(data, item["loc"])) for item in items]
+        wrong = [_innermost(data, known_path(data, item)) for item in items]
         for found in wrong:
             if found is None:
                 return None
@@ -303,7 +308,7 @@ def _innermost(data: Any, path: KeyPath) -> tuple[dict[Any, Any], str | int] | N
 def _meant_keys(model: type[BaseModel], data: Any, error: ValidationError) -> dict[KeyPath, str]:
     """By the path of each unknown key: the key of its place that it is close to."""
     items = error.errors(include_url=False, include_input=False)
-    paths = [known_path(data, item["loc"]) for item in items if item["type"] == "extra_forbidden"]
+    paths = [known_path(data, item) for item in items if item["type"] == "extra_forbidden"]
     return {path: name for path in paths if (name := _guess_key(model, path))}
 
 
@@ -333,15 +338,17 @@ def _children(node: Schema, part: str | int) -> list[Schema]:
     return [child for child in rest if isinstance(child, dict)]
 
 
-def known_path(data: object, loc: Sequence[int | str]) -> KeyPath:
-    """The part of a pydantic location that is in the data (pydantic adds names of union branches)."""
+def known_path(data: object, error: ErrorDetails) -> KeyPath:
+    """The part of a pydantic error's location that is in the data, and a key that it misses: pydantic adds names of branches of
+    unions."""
     path: list[str | int] = []
+    loc, is_missing = error["loc"], error["type"] == "missing"
     for index, part in enumerate(loc):
         if isinstance(data, Mapping) and part in data:
             data = data[part]
         elif isinstance(data, list) and isinstance(part, int) and part < len(data):
             data = data[part]
-        elif index < len(loc) - 1 or part == "[key]":  # pydantic's word for "the key itself"
+        elif index < len(loc) - 1 or not is_missing:
             continue
         path.append(part)
     return tuple(path)
