@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,9 +26,9 @@ from services.fleet.problem import CommandFailed
 _MARGIN_S = 0.2
 """Beside the lease: clocks of two processes run a little differently."""
 NEARLY_S, MOST_S = 0.4, 1.2
-"""A pass over what is new that is shorter than NEARLY_S ends the copying: the writers are held for another pass, beside the
-lease. On brokers that are far away no pass may be so short. So after each longer pass the limit grows by a tenth, up to MOST_S,
-which is together with the lease still less than HOLD_S."""
+"""A pass over what is new that is shorter than NEARLY_S ends the copying: the writers are held for another pass while the lease
+ends, and for a last one, which has nothing new unless a writer was slow. On brokers that are far away no pass may be so short. So
+after each longer pass the limit grows by a tenth, up to MOST_S: two such passes are still less than HOLD_S."""
 _AGAIN_S = 0.2
 _PATIENCE_S, _REFUSED_S = 60.0, 10.0
 """_REFUSED_S: after a login that was refused. It is tried once more meanwhile: a token server may have restarted."""
@@ -317,7 +318,8 @@ class Migration:
         copy = await self._stream_copy()
         try:
             await asyncio.sleep(timing.FOLLOW_S + _MARGIN_S)  # a writer that is not frozen knows by now
-            await copy.follow()
+            with suppress(BrokerError):  # `complete` does the same again
+                await copy.follow()
             await asyncio.sleep(began + timing.LEASE_S + _MARGIN_S - time.monotonic())
             self._show("holds the writers", copy.events, copy.events)
             self._before("drain")

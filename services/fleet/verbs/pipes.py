@@ -175,7 +175,8 @@ def check(
     """
     try:
         master = master_of_transforms(config)
-        networks = find_networks(allow_networks or networks_of_webhooks(config), data)
+        given = networks_of_webhooks(config) if allow_networks is None else allow_networks
+        networks = find_networks(given, data)
         found = check_pipe_file(pipes, allow_networks=networks, master=master)
         known = _check_broker(broker, data, found, pipes)
         if isinstance(known, Checked):

@@ -286,3 +286,30 @@ async def test_a_broker_is_not_prepared_for_a_move_that_was_given_up(
         async with asyncio.timeout(600):
             await preparing
         assert not fleet.brokers._preparing, "the next move to this broker would not be prepared"
+
+
+async def test_the_other_broker_is_asked_again_and_again_until_the_move_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy takes hours: what was known of its topic at the beginning would be asked for at the hand-over, while writers are
+    held. And a broker that is lost meanwhile would not be said before."""
+    monkeypatch.setattr(brokers, "AGAIN_AFTER_S", 0.05)
+    async with _fleet(tmp_path) as (fleet, places, _, other), Producer(fleet.appender) as producer:
+        counted = asyncio.Semaphore(0)
+        count = other.appender.partition_count
+
+        async def partition_count(topic: str) -> int:
+            counted.release()
+            return await count(topic)
+
+        monkeypatch.setattr(other.appender, "partition_count", partition_count)
+        for _ in range(2):
+            await places.record("s", MigrationStep("copying", by="test", to="b"))
+            assert not (await producer.send("s", [Record(b"k", b"1", 0)])).failed
+            async with asyncio.timeout(60):
+                for _ in range(3):
+                    await counted.acquire()
+            (preparing,) = fleet.brokers._preparing.values()
+            await places.record("s", MigrationStep("undone", by="test"))
+            async with asyncio.timeout(60):
+                await preparing

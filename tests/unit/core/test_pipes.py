@@ -117,6 +117,20 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("5", [": a text is needed, or keys and values are needed"]),
+        ("{header: 5}", [".header: a text is needed"]),
+        ("{hedaer: x}", [".hedaer: unknown key; did you mean header?"]),
+    ],
+)
+def test_a_mistake_in_a_place_is_named_by_its_key(tmp_path: Path, place: str, expected: list[str]) -> None:
+    """Broken: the key has the name of a Python function, or keys are asked to be a text."""
+    found = mistakes(tmp_path, GOOD.replace("weather: {}", f"weather: {{topic: erp.Weather, id: {place}}}"))
+    assert [one for one in found if ".id" in one] == [f"4: streams.weather.id{text}" for text in expected]
+
+
 def test_what_is_right_is_read_beside_a_mistake(tmp_path: Path) -> None:
     """Broken: one mistake hides another until the next run, or a place in the file is named by the wrong index."""
     text = GOOD.replace("id: id", "id: 5").replace("timeout: 5s", "timeot: 5s, acks: 1, auth: {}")

@@ -302,6 +302,7 @@ def test_check_knows_the_networks_of_the_fleet(shell: Shell, tmp_path: Path) -> 
     write_state(tmp_path / "data", msgspec.structs.replace(state, allow_networks="127.0.0.0/8"))
     assert shell.run("check") == 0, shell.err
     assert shell.run("check", "--allow-networks", "10.0.0.0/8") == 2
+    assert shell.run("check", "--allow-networks", "") == 2, "none, as the next `up` without one"
     write_state(tmp_path / "data", msgspec.structs.replace(state, allow_networks="127.0.0.0/8", pid=2**22 + 1))
     assert shell.run("check") == 2, "the fleet is gone"
 

@@ -20,7 +20,7 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.homes import Home, MigrationStep
 from services.core.pipes import PipeFile
 from services.fleet.migrate import exact_copy, positions, steps
-from services.fleet.migrate.copying import Complete
+from services.fleet.migrate.copying import Complete, CopyDiffers
 from services.fleet.migrate.exact_copy import ExactCopy
 from services.fleet.migrate.movable import check_movable, load_movable
 from services.fleet.migrate.steps import Migration
@@ -432,6 +432,44 @@ async def test_a_hold_that_is_always_too_short_ends_the_command(world: World, mo
         with pytest.raises(CommandFailed, match="the writers went on 2 times"):
             await Migration(broker, places, world.load, STREAM, "test").run("second")
         assert places.home(STREAM).writers == "default"
+
+
+async def test_a_copy_that_fails_while_writers_are_held_begins_no_new_wait(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writers would be held for one more lease, and go on before the rest is copied. The copy fails twice, if it is asked."""
+    await _fill(world, 3)
+    follow, failed = ExactCopy.follow, 0
+    async with world.process() as (broker, places):
+
+        async def fail_when_held(copy: ExactCopy) -> float:
+            nonlocal failed
+            if places.home(STREAM).state == "held" and failed < 2:
+                failed += 1
+                raise Unavailable("no node answers")
+            return await follow(copy)
+
+        monkeypatch.setattr(ExactCopy, "follow", fail_when_held)
+        result = await Migration(broker, places, world.load, STREAM, "test").run("second")
+        assert (result.home.readers, result.events, failed) == ("second", 3, 1)
+
+
+async def test_a_copy_that_is_found_to_differ_while_leases_end_holds_nobody(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writers would be held until they go on by themselves."""
+    await _fill(world, 3)
+    async with world.process() as (broker, places):
+
+        async def differ_when_held(copy: ExactCopy) -> float:
+            if places.home(STREAM).state == "held":
+                raise CopyDiffers("another event", "--undo")
+            return 0.0
+
+        monkeypatch.setattr(ExactCopy, "follow", differ_when_held)
+        with pytest.raises(CopyDiffers):
+            await Migration(broker, places, world.load, STREAM, "test").run("second")
+        assert places.home(STREAM).state == "copying"
 
 
 async def test_a_hand_over_counts_only_while_its_own_hold_lasts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

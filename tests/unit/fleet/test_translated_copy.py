@@ -181,8 +181,13 @@ async def _copy_it(
             number += 6
         try:
             await copy.follow()
-            if number >= 200 and chance.random() < 0.5 and (complete := await copy.complete()) is not None:
-                return copy, complete
+            if number >= 200 and chance.random() < 0.5:
+                if chance.random() < 0.3:  # of a writer whose lease has not ended
+                    source.store([event(chance, number + one, alike=alike) for one in range(chance.randrange(1, 6))])
+                    number += 6
+                target.arrive_late()
+                if (complete := await copy.complete()) is not None:
+                    return copy, complete
         except CopyDiffers:
             raise
         except BrokerError:

@@ -153,11 +153,13 @@ class Brokers:
             self._preparing[to, topic] = asyncio.create_task(self._prepare(to, topic), name=f"prepare {topic} on {to}")
 
     async def _prepare(self, name: str, topic: str) -> None:
-        """Until it is done, or the topic is no longer moved there. Never raises BrokerError."""
+        """Again each second while the topic is moved there: a copy takes hours, and what is known of the topic gets old. Never
+        raises BrokerError."""
         is_failing = False
         while self.places.moves_to(topic) == name:
             try:
                 await (await self.named(name)).appender.partition_count(topic)
+                is_failing = False
             except BrokerError as error:
                 if not is_failing:
                     hint = (
@@ -165,9 +167,7 @@ class Brokers:
                     )
                     log.warning("move_not_prepared", stream=topic, broker=name, error=str(error), hint=hint)
                 is_failing = True
-                await asyncio.sleep(AGAIN_AFTER_S)
-            else:
-                return
+            await asyncio.sleep(AGAIN_AFTER_S)
         del self._preparing[name, topic]
 
     async def with_streams(self) -> dict[str, Broker]:
