@@ -22,6 +22,7 @@ from typer.main import get_command
 
 from services.core.broker.connect import open_broker
 from services.core.keys import load_keys
+from services.core.pipe_stream import NO_SINGLE_FIELD
 from services.core.settings import variable_name
 from services.fleet import sender
 from services.fleet.access import ingest_url
@@ -317,6 +318,20 @@ def test_check_warns_of_an_order_without_a_key(shell: Shell, tmp_path: Path, key
     found = json.loads(shell.out)["warnings"]
     assert [one["where"] for one in found] == ["pipes.yaml:6"] * count
     assert all("a has no `key`" in one["message"] for one in found)
+
+
+def test_check_warns_of_a_pattern_for_an_id(shell: Shell, tmp_path: Path) -> None:
+    """Broken: the file is good, and each event gets an id that its sender does not know."""
+    (tmp_path / "pipes.yaml").write_text(
+        'streams:\n  a:\n    id: "{parcel}-{status}"\n    key: parcel\n'
+        "pipes: {p: {sources: [a], destinations: [{name: x, webhook: {url: 'https://example.org'}}]}}\n"
+    )
+    assert shell.run("check", "--json") == 0
+    (found,) = json.loads(shell.out)["warnings"]
+    assert (found["where"], found["key"]) == ("pipes.yaml:3", "streams.a.id")
+    assert found["message"] == (
+        f"{{parcel}}-{{status}} is taken for the name of one field: several are not combined. Try: {NO_SINGLE_FIELD}"
+    )
 
 
 def test_check_warns_of_a_secret_among_the_headers(shell: Shell, tmp_path: Path) -> None:
