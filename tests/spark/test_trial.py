@@ -92,7 +92,7 @@ def test_results_over_several_events(try_it: Try) -> None:
     sql = "SELECT string(n % 2) AS id, count(*) AS events FROM s GROUP BY n % 2, window(event_time, '1 hour')"
     result = try_it([b'{"n": %d}' % number for number in range(5)], sql=sql, watermark="1m")
     assert {(read_id(one), one.value) for one in result.outputs} == {("0", b'{"events":3}'), ("1", b'{"events":2}')}
-    assert (result.keeps_events, result.row_by_row) == (False, False)
+    assert (result.keeps_events, result.row_by_row, result.gives_times) == (False, False, False)
     with pytest.raises(BadConfiguration, match=r"cannot run on a stream.*watermark: 10m"):
         try_it([], sql="SELECT string(n) AS id, count(*) AS events FROM s GROUP BY n")
 
@@ -105,7 +105,9 @@ def test_the_page_shows_what_a_window_returns(try_it: Try) -> None:
     short = sql.replace("AS time, carrier,", "AS time,")
     assert short != sql
     for text, payload in ((sql, shown[0]), (short, shown[1])):
-        (result,) = try_it([b'{"carrier": "UA"}'] * 3, sql=text, watermark="10m", columns="carrier STRING").outputs
+        tried = try_it([b'{"carrier": "UA"}'] * 3, sql=text, watermark="10m", columns="carrier STRING")
+        assert tried.gives_times
+        (result,) = tried.outputs
         assert (result.key, (result.value or b"").decode()) == (b"UA", payload)
 
 
