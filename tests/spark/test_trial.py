@@ -111,6 +111,18 @@ def test_the_page_shows_what_a_window_returns(try_it: Try) -> None:
         assert (result.key, (result.value or b"").decode()) == (b"UA", payload)
 
 
+def test_the_page_makes_an_id_of_several_fields(try_it: Try) -> None:
+    """If this fails, the page's way to an id of two fields gives another id, or loses the payload or the time."""
+    page = (Path(__file__).parents[2] / "docs" / "ingest.md").read_text().partition("### An id of several fields")[2]
+    sql = page.partition("```sql\n")[2].partition("```")[0].replace("FROM parcels", "FROM s")
+    payload = b'{"parcel": "p-7", "status": "sent", "more": 1}'
+    result = try_it([payload], sql=sql, columns="parcel STRING, status STRING")
+    (made,) = result.outputs
+    sent = event(0, payload)
+    assert (read_id(made), made.key, made.value, made.timestamp) == ("p-7-sent", sent.key, payload, sent.timestamp)
+    assert (result.keeps_events, result.gives_times) == (False, True)
+
+
 def test_a_table_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a table in S3 can only be read where the checkpoints are in S3, too."""
     given = {**CREDENTIALS, "PENSTOCK_TRANSFORM_S3_REGION": REGION, "PENSTOCK_TRANSFORM_S3_PATH_STYLE": "true"}
