@@ -153,6 +153,7 @@ def try_pipe(session: SparkSession, settings: TrialSettings, chosen: SelectedPip
         broken,
         one.out.carries_events,
         one.row_by_row,
+        one.out.gives_times,
         find_undeclared(sample, outputs, columns, one.out.payload) if one.out.carries_events and not broken else [],
     )
 

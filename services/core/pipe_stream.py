@@ -2,12 +2,18 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from services.core.broker.several.brokers import DEFAULT
 from services.core.pipe_topic import FromHeader, Name, Place, TopicName
 from services.core.pipe_webhook import StrictModel
 from services.core.units import Duration
+
+NO_SINGLE_FIELD = (
+    "send CloudEvents with an id of your own, or make the id in a transform, or leave `id` out "
+    "(docs/ingest.md#an-id-of-several-fields)"
+)
+"""What to do where no single field of the payload names an event."""
 
 
 class Stream(StrictModel):
@@ -62,7 +68,8 @@ class Stream(StrictModel):
     id: Place | None = Field(
         None,
         description="Payload field with the event id. An id names one event, not the thing that the event is about: a second "
-        "event with the same id is a duplicate, which receivers drop. Without this key in the pipe file, or without the field in "
+        "event with the same id is a duplicate, which receivers drop. It is one field: to combine several, see "
+        "docs/ingest.md#an-id-of-several-fields. Without this key in the pipe file, or without the field in "
         "the event: CloudEvents id, else a new UUIDv7. Only for events that clients send: those of another pipe keep their id. "
         "With `topic` a header is possible, too: `{header: NAME}`. Without a value there the id is TOPIC-PARTITION-OFFSET.",
         examples=["meta.id"],
@@ -113,6 +120,14 @@ class Stream(StrictModel):
     def home(self) -> str:
         """The name of the broker that it lives on."""
         return self.on or DEFAULT
+
+    @field_validator("id", "key", "time", "type", mode="before")
+    @classmethod
+    def _is_no_list(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, list):
+            remedy = NO_SINGLE_FIELD if info.field_name == "id" else "the name of one field"
+            raise ValueError(f"is one field, not a list: several are not combined. Try: {remedy}")  # noqa: TRY004
+        return value
 
     @model_validator(mode="after")
     def _fits_its_topic(self) -> Self:

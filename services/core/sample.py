@@ -95,7 +95,8 @@ class TrialResult(msgspec.Struct, frozen=True):
     outputs: the records of its output. dead: its dead letters, as records. duplicates: places of the events that
     `deduplicate_within` drops. broken: why no event is a dead letter although the transform fails; empty when it works.
     keeps_events: whether outputs are events of the sample, rather than new ones. row_by_row: whether each result comes from one
-    event. undeclared: fields that got lost; empty where outputs are new events. problems: mistakes in the pipe file, or failed:
+    event. gives_times: whether new events get times from the transform. undeclared: fields that got lost; empty where outputs are
+    new events. problems: mistakes in the pipe file, or failed:
     why Spark did not run; then all else is empty.
     """
 
@@ -105,6 +106,7 @@ class TrialResult(msgspec.Struct, frozen=True):
     broken: str = ""
     keeps_events: bool = True
     row_by_row: bool = True
+    gives_times: bool = True
     undeclared: list[UndeclaredField] = []
     problems: list[Problem] = []
     failed: str = ""

@@ -9,6 +9,7 @@ from services.core.columns import find_column_mistakes
 from services.core.credentials import BadCredential, read_value
 from services.core.destination_check import check_destinations, find_exposed_secrets
 from services.core.net_guard import NetPolicy, parse_endpoints, parse_networks
+from services.core.pipe_stream import NO_SINGLE_FIELD
 from services.core.pipe_table import not_on_cluster
 from services.core.pipes import PipeFile, read_pipes, read_what_is_right
 from services.core.snapshot import Contents, read_contents
@@ -54,10 +55,26 @@ def check_pipe_file(
 
 
 def find_warnings(path: Path) -> list[Problem]:
-    """Warnings: secrets that others may read, and orders without a key. Nothing is refused because of them. Blocking. Raises
-    BadConfiguration."""
+    """Warnings: secrets that others may read, patterns in place of fields, and orders without a key. Nothing is refused
+    because of them. Blocking. Raises BadConfiguration."""
     document, pipes, _ = read_pipes(path)
-    return find_exposed_secrets(document, pipes) + _orders_without_key(document, pipes)
+    return [
+        *find_exposed_secrets(document, pipes),
+        *_patterns_for_fields(document, pipes),
+        *_orders_without_key(document, pipes),
+    ]
+
+
+def _patterns_for_fields(document: Document, pipes: PipeFile) -> list[Problem]:
+    """Ids, keys and times that look like a pattern of several fields. A field may have such a name, so they are no mistakes."""
+    found = []
+    for name, stream in pipes.streams.items():
+        for use, place in (("id", stream.id), ("key", stream.key), ("time", stream.time)):
+            if isinstance(place, str) and "{" in place:
+                remedy = NO_SINGLE_FIELD if use == "id" else "the name of one field"
+                text = f"{place} is taken for the name of one field: several are not combined. Try: {remedy}"
+                found.append(document.problem(("streams", name, use), text))
+    return found
 
 
 def _orders_without_key(document: Document, pipes: PipeFile) -> list[Problem]:

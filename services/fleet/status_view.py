@@ -1,7 +1,7 @@
 """Renders the status as tables."""
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from datetime import datetime
 from typing import Any
 
@@ -11,6 +11,7 @@ from rich.text import Text
 
 from services.fleet.console import make_table
 from services.fleet.dead.view import plain
+from services.fleet.transform_modes import describe_micro_batches
 
 _NOT_KNOWN = "not yet"
 _FAR_MS = 10_000
@@ -30,23 +31,6 @@ _DUE = (
     "a waiting event is sent when its next round is due: by the destination's schedule, and not before the next test of a\n"
     "receiver whose circuit breaker is open. It cannot be brought forward. Why it waits: penstock doctor"
 )
-_WHY = {
-    "broker": "only Kafka can be read in real-time mode",
-    "python": "Spark runs Python functions only in micro-batches",
-    "state": "the transform works on several events",
-    "deduplication": "deduplicate_within is set",
-    "event": "it returns all fields of event",
-    "plan": "it joins a table, or reads a source more than once",
-    "new_events": "the transform makes new events",
-    "interval": "interval is set",
-    "batch_timeout": "--batch-timeout is short",
-    "slots": "it needs more task slots (--master)",
-    "cluster": "the task slots of a cluster come and go",
-    "checkpoint": "its checkpoint cannot change the mode",
-    "partitions": "partitions were added; restart the service",
-    "refused": "Spark refused it; the log has its words",
-}
-"""By the reason's word (`spark.jobs.modes.Reason`). docs/transforms.md has them with their remedies."""
 _DEAD = "dead: events that became dead letters, with the reason; later redrives do not lower it. See penstock dead list"
 
 
@@ -61,7 +45,8 @@ def render_status(status: dict[str, Any]) -> RenderableType:
         parts.append(_tables(status["tables"]))
     if status["transforms"]:
         parts.append(_transforms(status["transforms"]))
-        parts += _why_micro_batches(status["transforms"])
+        whys = ((row["pipe"], row["why"]) for row in status["transforms"] if row["why"] is not None)
+        parts += [Text(line, style="dim") for _, line in describe_micro_batches(whys)]
         if not status["destinations"]:
             parts.append(Text(_CLOCKS, style="dim"))
         parts += [_paused_transform(row) for row in status["transforms"] if row["paused"] is not None]
@@ -123,17 +108,6 @@ def _transforms(rows: list[dict[str, Any]]) -> Table:
             spread(row["lag_out_ms"]),
         )
     return table
-
-
-def _why_micro_batches(rows: list[dict[str, Any]]) -> Iterator[Text]:
-    """A line for each reason against real-time mode, with its pipes."""
-    pipes: dict[str, list[str]] = {}
-    for row in rows:
-        if row["why"] is not None:
-            pipes.setdefault(row["why"], []).append(row["pipe"])
-    for why, names in pipes.items():
-        reason = _WHY.get(why, why.replace("_", " "))
-        yield Text(f"micro-batch, not real-time, in {plain(', '.join(names), 200)}: {reason}", style="dim")
 
 
 def _destinations(rows: list[dict[str, Any]]) -> Table:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from services.core.broker.reading import read_tail
 from services.core.broker.record import Record
 from services.core.dead_letter import DeadLetter, Position
-from services.core.event import OUTPUTS, read_arrival, read_id
+from services.core.event import ID, OUTPUTS, read_arrival, read_id
 from services.core.pipes import Pipe, PipeFile
 from services.core.sample import (
     AbsentField,
@@ -167,6 +167,7 @@ class Trial:
     repeated: ids that several outputs have. filtered: the number of events in no output; None where outputs are new events.
     shared: ids that events of the sample with different payloads have. A dead letter does not count: no receiver gets it.
     absent: as in `Sample`; a stream without a field for the time only where the pipe has a watermark.
+    beside: of `id` and `key`, those that the transform makes as fields of the payload, while the events keep their own.
     """
 
     pipe: str
@@ -181,6 +182,7 @@ class Trial:
     filtered: int | None
     absent: Sequence[AbsentField] = ()
     shared: Sequence[str] = ()
+    beside: Sequence[str] = ()
 
     @property
     def is_good(self) -> bool:
@@ -276,7 +278,36 @@ def sum_up(
     living = [one for one in records if _position_of(one) not in gone]
     late, newest_ms = _find_late(pipe, living)
     shared = _find_shared(living)
-    return Trial(name, records, refused, result, outputs, dead, late, newest_ms, repeated, filtered, absent, shared)
+    beside = [] if pipe.transform is None or not result.keeps_events else _find_beside(tried, outputs)
+    return Trial(
+        name, records, refused, result, outputs, dead, late, newest_ms, repeated, filtered, absent, shared, beside
+    )
+
+
+def _find_beside(records: Sequence[SampleRecord], outputs: Sequence[Record]) -> list[str]:
+    """Of `id` and `key`: fields of outputs that their events do not have, with values that the transform made. A value that is
+    in the event, as its id or anywhere in its payload, is only a copy."""
+    sources = {read_id(one.record): one.record for one in records}
+    found: dict[str, None] = {}
+    for output in outputs:
+        source = sources.get(read_id(output))
+        made = _fields_of(output)
+        if source is None or not made.keys() & {"id", "key"}:
+            continue
+        own, text = _fields_of(source), b"\n".join((source.value or b"", source.key or b"", source.header(ID) or b""))
+        for name in ("id", "key"):
+            value = made.get(name)
+            if isinstance(value, str | int) and name not in own and str(value).encode() not in text:
+                found[name] = None
+    return list(found)
+
+
+def _fields_of(record: Record) -> dict[str, Any]:
+    """Of its payload; empty when this is no JSON object."""
+    try:
+        return msgspec.json.decode(record.value or b"", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return {}
 
 
 def _find_shared(records: Sequence[SampleRecord]) -> list[str]:

@@ -84,7 +84,8 @@ class LedgerApi:
         pipe, table, now = self._pipe(request), self._follower.table, _now()
         rows = [table.row(pipe, minute, now) for minute in table.minutes(pipe) if first <= minute <= last]
         minutes = [{**row_json(row), "planned": self._planned_in(pipe, row.minute)} for row in rows]
-        return json_answer({"pipe": pipe, "threshold": self._threshold, "minutes": minutes, **self._how_complete()})
+        judged = {"threshold": self._threshold, "final_after_ms": table.ages.final}
+        return json_answer({"pipe": pipe, **judged, "minutes": minutes, **self._how_complete()})
 
     def _planned_in(self, pipe: str, minute: int) -> dict[str, object] | None:
         """The planned action that excuses a loss in this minute."""

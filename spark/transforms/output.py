@@ -95,6 +95,7 @@ class OutShape:
             _expect_event(fields[EVENT].dataType, stamped=stamped)
         else:
             _expect_new_event(fields)
+        self.gives_times = self.carries_events or "time" in fields
         envelope = {EVENT} if self.carries_events else set(_NEW_EVENT)
         payload = [field for name, field in fields.items() if name not in envelope]
         hidden = {name.lower() for name in declared}

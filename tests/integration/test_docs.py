@@ -223,7 +223,7 @@ async def test_backup(tmp_path: Path) -> None:
 async def test_fidelity(tmp_path: Path) -> None:
     """Broken: docs/fidelity.md shows commands that do not work."""
     page = await run_page("docs/fidelity.md", tmp_path)
-    assert "events are missing in" in page.said
+    assert "None of the minutes is final yet" in page.said
     assert '"kind":"deploy"' in page.said
     assert '"planned":"deploy"' in page.said
 

@@ -92,7 +92,7 @@ def test_results_over_several_events(try_it: Try) -> None:
     sql = "SELECT string(n % 2) AS id, count(*) AS events FROM s GROUP BY n % 2, window(event_time, '1 hour')"
     result = try_it([b'{"n": %d}' % number for number in range(5)], sql=sql, watermark="1m")
     assert {(read_id(one), one.value) for one in result.outputs} == {("0", b'{"events":3}'), ("1", b'{"events":2}')}
-    assert (result.keeps_events, result.row_by_row) == (False, False)
+    assert (result.keeps_events, result.row_by_row, result.gives_times) == (False, False, False)
     with pytest.raises(BadConfiguration, match=r"cannot run on a stream.*watermark: 10m"):
         try_it([], sql="SELECT string(n) AS id, count(*) AS events FROM s GROUP BY n")
 
@@ -105,8 +105,22 @@ def test_the_page_shows_what_a_window_returns(try_it: Try) -> None:
     short = sql.replace("AS time, carrier,", "AS time,")
     assert short != sql
     for text, payload in ((sql, shown[0]), (short, shown[1])):
-        (result,) = try_it([b'{"carrier": "UA"}'] * 3, sql=text, watermark="10m", columns="carrier STRING").outputs
+        tried = try_it([b'{"carrier": "UA"}'] * 3, sql=text, watermark="10m", columns="carrier STRING")
+        assert tried.gives_times
+        (result,) = tried.outputs
         assert (result.key, (result.value or b"").decode()) == (b"UA", payload)
+
+
+def test_the_page_makes_an_id_of_several_fields(try_it: Try) -> None:
+    """If this fails, the page's way to an id of two fields gives another id, or loses the payload or the time."""
+    page = (Path(__file__).parents[2] / "docs" / "ingest.md").read_text().partition("### An id of several fields")[2]
+    sql = page.partition("```sql\n")[2].partition("```")[0].replace("FROM parcels", "FROM s")
+    payload = b'{"parcel": "p-7", "status": "sent", "more": 1}'
+    result = try_it([payload], sql=sql, columns="parcel STRING, status STRING")
+    (made,) = result.outputs
+    sent = event(0, payload)
+    assert (read_id(made), made.key, made.value, made.timestamp) == ("p-7-sent", sent.key, payload, sent.timestamp)
+    assert (result.keeps_events, result.gives_times) == (False, True)
 
 
 def test_a_table_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """`penstock loss`: the missing events of each minute, counted and by name."""
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -10,6 +11,8 @@ import uvloop
 from rich.table import Table
 from rich.text import Text
 
+from services.core.ledger.minute import MINUTE_MS
+from services.core.times import format_time, parse_time
 from services.core.topic_names import is_of_retrier
 from services.core.units import format_count
 from services.fleet.console import OUT, make_table, print_note
@@ -52,10 +55,7 @@ def show(
         if (results := describe_results(body)) is not None:
             print_note(results)
     _print_gaps(body)
-    accepted = sum(row["accepted"] for row in body["minutes"])
-    lost = sum(row["lost"] for row in body["minutes"])
-    minutes = format_count(len(body["minutes"]), "minute")
-    print_note(f"{lost} of {format_count(accepted, 'event')} are missing in {minutes} of {pipe}; {_open(body)}")
+    print_note(_sum_up(pipe, body, round(time.time() * 1000)))
     print_note(_MINUTES, "dim")
 
 
@@ -109,14 +109,32 @@ def _waited_unseen(one: dict[str, Any]) -> bool:
     return waited and one["topic"] is not None and not is_of_retrier(one["topic"])
 
 
-def _open(body: dict[str, Any]) -> str:
-    """The note on minutes that are not final."""
-    steps = [step for row in body["minutes"] for step in row["steps"] if not step["final"]]
-    names = sorted({step["destination"] for step in steps if step["destination"] is not None})
+def _sum_up(pipe: str, body: dict[str, Any], now_ms: int) -> str:
+    """The number of missing events, as far as it is known: a minute that is not final for a destination has none there yet."""
+    rows = body["minutes"]
+    accepted = format_count(sum(row["accepted"] for row in rows), "event")
+    minutes = format_count(len(rows), "minute")
+    steps = [step for row in rows for step in row["steps"]]
+    names = sorted({step["destination"] for step in steps if not step["final"] and step["destination"] is not None})
+    missing = f"{sum(row['lost'] for row in rows)} of {accepted} are missing in {minutes} of {pipe}"
     if not names:
-        return "all minutes are final"
+        return f"{missing}; all minutes are final"
+    again = _when_final(body, now_ms)
+    if not any(step["final"] for step in steps):
+        none = "None of the minutes is final yet, so which of the events are missing is not known."
+        return f"{accepted} accepted in {minutes} of {pipe}. {none} {again}"
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return f"minutes that are not final for {shown} yet do not count: their missing events may still arrive"
+    rest = f"The rest is not final for {shown} yet: its missing events may still arrive, and do not count."
+    return f"{missing}. Final: {sum(row['final'] for row in rows)} of {minutes}. {rest} {again}"
+
+
+def _when_final(body: dict[str, Any], now_ms: int) -> str:
+    """When the newest open minute may be final. Once this time is past, something else holds it, which the table names."""
+    newest = max(parse_time(row["minute"], now_ms / 1000) for row in body["minutes"] if not row["final"])
+    final_ms = newest + MINUTE_MS + body.get("final_after_ms", 0)  # an older observer does not say
+    if final_ms <= now_ms:
+        return "The column `state` says why."
+    return f"Try: the same again after {format_time(final_ms)[:19]}Z"
 
 
 def _print_gaps(body: dict[str, Any]) -> None:

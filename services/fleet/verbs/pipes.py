@@ -32,7 +32,7 @@ from services.fleet.topics import (
     name_unclaimed,
     prepare,
 )
-from services.fleet.transform_modes import expected_modes
+from services.fleet.transform_modes import describe_modes, expected_modes
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, example
 
 STARTER = """\
@@ -211,8 +211,8 @@ def check(
     _print_warnings(pipes)
     counts = ", ".join(format_count(count, what.removesuffix("s")) for what, count in summary.items())
     OUT.print(f"{pipes} is good: {counts}", style="green")
-    for name, mode in modes.items():
-        print_note(f"{name}: its transform {mode.describe(is_known=url is not None)}")
+    for line in describe_modes(modes, is_known=url is not None):
+        print_note(f"note: {line}", "dim")
     _print_not_analysed(pipes, list(modes))
     if isinstance(known, Checked):
         _print_effects(known, found)

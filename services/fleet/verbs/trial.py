@@ -10,6 +10,7 @@ import uvloop
 from rich.table import Table
 from rich.text import Text
 
+from services.core.pipe_stream import NO_SINGLE_FIELD
 from services.core.pipes import Pipe, PipeFile, load_pipes
 from services.core.sample import AbsentField, RefusedEvent, SampleRecord, TrialResult, UndeclaredField
 from services.core.times import format_time
@@ -188,11 +189,16 @@ def _print(trial: Trial, pipe: Pipe) -> None:
             print_note(f"{len(found) - SHOWN} more {what} are not shown. Try: --json")
     for line in _warnings(trial, pipe):
         print_note(line, "yellow")
-    counts = [f"{format_count(trial.events, 'event')} in", f"{len(trial.outputs)} out"]
+    print_note(", ".join(_counts(trial, pipe)), "green" if trial.is_good else "red")
+
+
+def _counts(trial: Trial, pipe: Pipe) -> list[str]:
+    new = "" if trial.result.keeps_events else " (new events: from which events they come is not known)"
+    counts = [f"{format_count(trial.events, 'event')} in", f"{len(trial.outputs)} out{new}"]
     counts += [f"{trial.filtered} filtered by the transform"] if pipe.transform and trial.filtered is not None else []
     counts += [format_count(len(trial.dead), "dead letter")]
     counts += [f"{len(trial.refused)} refused by ingest"] if trial.refused else []
-    print_note(", ".join(counts), "green" if trial.is_good else "red")
+    return counts
 
 
 def _warnings(trial: Trial, pipe: Pipe) -> Iterator[str]:
@@ -202,7 +208,8 @@ def _warnings(trial: Trial, pipe: Pipe) -> Iterator[str]:
     if trial.shared:
         yield (
             f"different events have the same id, and receivers drop all but the first as duplicates: {_places(trial.shared)}. "
-            "An id must name one event, not the thing that the event is about. Try: another field for `id` in the stream"
+            "An id must name one event, not the thing that the event is about. Try: another field for `id` in the stream. "
+            f"Where no single field names an event: {NO_SINGLE_FIELD}"
         )
     if result.undeclared:
         yield from _undeclared(result.undeclared)
@@ -210,6 +217,7 @@ def _warnings(trial: Trial, pipe: Pipe) -> Iterator[str]:
         yield f"the transform is broken: {result.broken}. Live, its query stops, and no event is a dead letter"
     if trial.repeated:
         yield f"several outputs have the same id, and receivers take them for duplicates: {_places(trial.repeated)}"
+    yield from _identities(trial)
     if result.duplicates:
         yield f"dropped by deduplicate_within: {_places(result.duplicates)}"
     delay = None if pipe.transform is None else pipe.transform.watermark
@@ -221,6 +229,21 @@ def _warnings(trial: Trial, pipe: Pipe) -> Iterator[str]:
         yield (
             f"{format_duration(delay)} or more older than an earlier event: {_places(list(trial.late))}. Here they count: "
             "the sample is one batch. Live, each is a dead letter (late) if the earlier event was in an earlier batch"
+        )
+
+
+def _identities(trial: Trial) -> Iterator[str]:
+    """What the results have of ids, keys and times that a person may have meant otherwise."""
+    for name in trial.beside:
+        yield (
+            f"the column `{name}` beside `event` is only a field of the payload: the events keep their own {name}s. "
+            f"For new events, with {name}s that the transform makes, return `id`, `key` and `time`, and no `event` "
+            "(docs/transforms.md#what-a-transform-returns)"
+        )
+    if not trial.result.gives_times:
+        yield (
+            "the transform returns no `time`: its new events get the time at which they are computed. "
+            "To keep the time of an event: event.time AS time"
         )
 
 
@@ -240,7 +263,11 @@ def _absent(one: AbsentField) -> str:
     if one.field is None:
         return f"{one.stream} has no time field in the pipe file: its events get the time of this trial. Try: --from-stream"
     events = f"{one.events} of {format_count(one.of, 'event')} of {one.stream}"
-    return f"no field '{plain(one.field)}' for the {one.use} in {events}: {_INSTEAD[one.use]}"
+    absent = f"no field '{plain(one.field)}' for the {one.use} in {events}: {_INSTEAD[one.use]}"
+    if one.events < one.of:
+        return absent
+    remedy = f". Where no single field names an event: {NO_SINGLE_FIELD}" if one.use == "id" else ""
+    return f"{absent}. Try: another field for `{one.use}` in the stream{remedy}"
 
 
 def _undeclared(found: Sequence[UndeclaredField]) -> Iterator[str]:

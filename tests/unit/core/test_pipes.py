@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from services.core.pipe_stream import NO_SINGLE_FIELD
 from services.core.pipes import PipeFile, load_pipes, needs_retrier, pipe_version, read_what_is_right
 from services.core.topic_names import dead_letter_topic, delivery_group, delivery_topics, output_topic
 from services.core.yaml_source import BadConfiguration
@@ -227,6 +228,7 @@ def test_one_mistake(tmp_path: Path, old: str, new: str, expected: str) -> None:
         ("meta..id", "id: a field name is needed; nested fields are joined by dots. Try: id or meta.id"),
         ("{header: 5}", "id.header: a text is needed"),
         ("{}", "id.header: is required"),
+        ("[id, state]", f"id: is one field, not a list: several are not combined. Try: {NO_SINGLE_FIELD}"),
     ],
 )
 def test_a_value_that_fits_none_of_several_forms_is_one_mistake(tmp_path: Path, place: str, expected: str) -> None:

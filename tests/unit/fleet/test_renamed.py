@@ -696,7 +696,7 @@ def test_empty_streams_change_nothing(shell: Shell, tmp_path: Path) -> None:
     assert json.loads(shell.out)["changes"] == []
     assert shell.run("check", "--broker", url) == 0
     assert shell.err.count("\n") == 2, shell.err
-    assert "late: its transform runs in micro-batches" in shell.err
+    assert "note: micro-batch, not real-time, in late: only Kafka can be read in real-time mode" in shell.err
     assert "the transform was not analysed" in shell.err
 
 

@@ -16,12 +16,13 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.dead_letter import make_dead_letter
 from services.core.event import ARRIVAL, ID, OUTPUTS
+from services.core.pipe_stream import NO_SINGLE_FIELD
 from services.core.pipes import PipeFile, load_pipes
 from services.core.sample import AbsentField, SampleEvent, SampleRecord, TrialResult, UndeclaredField
 from services.core.times import format_time
 from services.fleet import trial
 from services.fleet.problem import CommandFailed
-from services.fleet.verbs.trial import _warnings, trial_tables
+from services.fleet.verbs.trial import _counts, _warnings, trial_tables
 from services.ingest.sample import make_sample
 from services.ingest.settings import IngestSettings
 from tests.unit.fleet.test_cli import Shell, shell
@@ -88,7 +89,13 @@ def test_absent_fields_are_named(pipes: PipeFile) -> None:
     )
     assert windowed.as_json()["absent_fields"][0] == {"stream": "s", "use": "id", "field": "nr", "events": 1, "of": 1}
     notes = [*_warnings(windowed, pipes.pipes["one"])]
-    assert notes[0] == "no field 'nr' for the id in 1 of 1 event of s: they get new ids"
+    absent = "no field 'nr' for the id in 1 of 1 event of s: they get new ids"
+    assert notes[0] == (
+        f"{absent}. Try: another field for `id` in the stream. Where no single field names an event: {NO_SINGLE_FIELD}"
+    )
+    assert notes[1] == (
+        "no field 'who' for the key in 1 of 1 event of s: they have no key. Try: another field for `key` in the stream"
+    )
     assert (
         notes[-1] == "u has no time field in the pipe file: its events get the time of this trial. Try: --from-stream"
     )
@@ -124,6 +131,7 @@ def test_different_events_of_one_id_are_named(pipes: PipeFile) -> None:
     )
     (note,) = [one for one in _warnings(found, pipes.pipes["two"]) if "same id" in one]
     assert note.startswith("different events have the same id, and receivers drop all but the first as duplicates: 8. ")
+    assert note.endswith(f"Where no single field names an event: {NO_SINGLE_FIELD}")
 
 
 def test_fields_that_get_lost_are_named(pipes: PipeFile) -> None:
@@ -155,6 +163,47 @@ def test_what_became_of_each_event_is_counted(pipes: PipeFile) -> None:
     (live,) = [note for note in _warnings(dead, pipes.pipes["one"]) if note.startswith("live, ")]
     assert f"that ended by {format_time(NOW - 60_000)} at most" in live
     assert (new.filtered, new.repeated, new.is_good) == (None, [], True)
+    assert _counts(new, pipes.pipes["one"]) == [
+        "4 events in",
+        "2 out (new events: from which events they come is not known)",
+        "0 dead letters",
+    ]
+    assert _counts(found, pipes.pipes["one"]) == [
+        "4 events in",
+        "3 out",
+        "1 filtered by the transform",
+        "0 dead letters",
+    ]
+    untimed = msgspec.structs.replace(new.result, gives_times=False)
+    (note,) = set(_warnings(trial.sum_up("one", pipes.pipes["one"], [], [], untimed), pipes.pipes["one"]))
+    assert note.endswith("the time at which they are computed. To keep the time of an event: event.time AS time")
+
+
+@pytest.mark.parametrize(
+    ("sent", "made", "named"),
+    [
+        (b'{"parcel": "p7", "status": "sent"}', b'{"id": "p7-sent", "key": "p7-x", "value": "{}"}', ["id", "key"]),
+        (b'{"parcel": "p7", "meta": {"nr": 8}}', b'{"id": 8, "key": "p7", "time": "now"}', []),
+        (b'{"id": 1}', b'{"id": "1-x"}', []),
+        (b"{}", b'{"id": "own-7"}', []),
+        (b"{}", b'{"id": null}', []),
+        (b"opaque", b"opaque", []),
+    ],
+)
+def test_an_id_that_is_only_a_field_of_the_payload_is_named(
+    pipes: PipeFile, sent: bytes, made: bytes, named: list[str]
+) -> None:
+    """Broken: a query that makes ids beside `event` leaves the ids as they are, and nobody says so."""
+    event = record(0, "own-7")
+    event = msgspec.structs.replace(event, record=msgspec.structs.replace(event.record, value=sent))
+    outputs = [msgspec.structs.replace(event.record, value=made)]
+    found = trial.sum_up("two", pipes.pipes["two"], [event], [], TrialResult(outputs))
+    assert found.beside == named
+    notes = [note for note in _warnings(found, pipes.pipes["two"]) if "beside `event`" in note]
+    assert len(notes) == len(named)
+    assert all(f"keep their own {name}s" in note for name, note in zip(named, notes, strict=True))
+    new = trial.sum_up("two", pipes.pipes["two"], [event], [], TrialResult(outputs, keeps_events=False))
+    assert new.beside == []
 
 
 def test_each_result_shows_its_outputs(pipes: PipeFile) -> None:
