@@ -204,7 +204,9 @@ async def test_mistakes_before_anything_starts(desk: Desk) -> None:
     desk.write_pipes("    transfrom: {sql: SELECT 1}\n")
     command = await desk.run("up")
     assert command.process.returncode == 2
-    assert command.err == "error: pipes.yaml:6: pipes.p.transfrom: unknown key; did you mean transform?\n"
+    first, second = command.err.splitlines()
+    assert first == "error: pipes.yaml:6: pipes.p.transfrom: unknown key; did you mean transform?"
+    assert second.startswith("error: pipes.yaml:10: pipes.p.destinations[d].webhook.url: 127.0.0.1 is loopback")
     desk.write_pipes()
     command = await desk.run("up")
     assert command.process.returncode == 2
