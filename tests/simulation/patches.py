@@ -266,7 +266,6 @@ MIGRATIONS = (
             ),
             Change(_FORMER, "delete_topic(self._stream, incarnation)", "delete_topic(self._stream)"),
         ),
-        quick=422,
     ),
     Patch(
         "move-unnoticed",
