@@ -17,6 +17,8 @@ from services.core.broker.retry import AppendPolicy, append_with_retry
 from tests.support.virtual_loop import run_virtually
 
 QUICK = AppendPolicy(deadline=2.0, append_timeout=1.0, base_wait=0.0001, max_wait=0.001)
+PATIENT = AppendPolicy(deadline=600.0, append_timeout=600.0, base_wait=0.0001, max_wait=0.001)
+"""For tests in which every record is stored in the end, also on a machine that is busy for seconds."""
 Fault = Callable[[Sequence[Record]], Sequence[tuple[int, Exception]]]
 
 
@@ -97,7 +99,7 @@ def test_every_record_is_stored_once_or_reported(seed: int, calls: int, size: in
     async def run() -> None:
         appender = FaultyAppender(fault)
         sent = [make_records(chance.randint(1, 30), size=size) for _ in range(calls)]
-        async with Producer(appender, policy=QUICK, max_pending_bytes=1 << 40) as producer:
+        async with Producer(appender, policy=PATIENT, max_pending_bytes=1 << 40) as producer:
             answers = await asyncio.gather(*(producer.send_to("t", {0: records}) for records in sent))
         expected = []
         for records, answer in zip(sent, answers, strict=True):
@@ -121,7 +123,7 @@ async def test_order_holds_when_whole_appends_fail() -> None:
         return ()
 
     appender = FaultyAppender(fault)
-    async with Producer(appender, policy=QUICK) as producer:
+    async with Producer(appender, policy=PATIENT) as producer:
         records = make_records(20)
         for record in records:
             task = asyncio.create_task(producer.send_to("t", {0: [record]}))
