@@ -17,8 +17,9 @@ from statistics import median
 
 import psutil
 
+from bench.backlog import fill
 from bench.figures import Figure
-from bench.ledger_transform import PIPES, fill, wait_written
+from bench.ledger_transform import PIPES, wait_written
 from bench.processes import Child, free_port
 from bench.setup import CPU, Setup, make_topics, tell
 from tests.support.spark_cluster import SparkCluster
@@ -54,7 +55,7 @@ def cluster_figures(setup: Setup) -> list[Figure]:
     costs: dict[str, list[Cost]] = {name: [] for name in cases}
     (setup.folder / "pipes.yaml").write_text(PIPES.replace("EVENTS", STREAM))
     make_topics(setup.kafka, setup.folder / "pipes.yaml")
-    asyncio.run(fill(setup.kafka, STREAM, range((WARM + BATCHES) * LARGE)))
+    asyncio.run(fill(setup.kafka, STREAM, (WARM + BATCHES) * LARGE))
     tell("the stream is filled")
     for number in range(min(setup.rounds, ROUNDS)):
         for name, (executors, batch) in cases.items():

@@ -7,8 +7,9 @@ import asyncio
 from pathlib import Path
 from statistics import median
 
+from bench.backlog import fill
 from bench.figures import Figure
-from bench.ledger_transform import PIPES, WRITTEN, fill, wait_written
+from bench.ledger_transform import PIPES, WRITTEN, wait_written
 from bench.processes import Child, fetch_metric, free_port
 from bench.setup import CPU, Setup, make_topics, tell
 from bench.transform import Subject, drain, make_backlog
@@ -43,7 +44,7 @@ def _measure(folder: Path, url: str, stream: str) -> float:
     folder.mkdir()
     (folder / "pipes.yaml").write_text(PIPES.replace("EVENTS", stream))
     make_topics(url, folder / "pipes.yaml")
-    asyncio.run(fill(url, stream, range(WARM + EVENTS)))
+    asyncio.run(fill(url, stream, WARM + EVENTS))
     port = free_port()
     arguments = ("--broker", url, "--pipes", str(folder / "pipes.yaml"), "--data", str(folder))
     with Child(folder, "spark", *arguments, "--management", f"127.0.0.1:{port}") as child:

@@ -11,18 +11,14 @@ from pathlib import Path
 
 import psutil
 
-from bench.events import make_event
+from bench.backlog import fill
 from bench.figures import Figure
 from bench.processes import Child, fetch_metric, free_port
 from bench.setup import Setup, make_topics, send_load, tell
-from services.core.broker.connect import open_broker
-from services.core.broker.producer import Producer
-from services.core.broker.record import Record
 
 BACKLOG = 1_000_000
 HANG_S, DRAIN_S = 45.0, 150.0
 GOAL_MB = 200.0
-_CHUNK = 1000
 _SAMPLE_S = 0.2
 PIPES = """version: 1
 streams:
@@ -40,25 +36,6 @@ pipes:
     transform: {{sql: "SELECT event, id, user, time, note FROM events WHERE price > 0"}}
     destinations: [{{name: hook, webhook: {{url: "http://127.0.0.1:{port}/"}}}}]
 """
-
-
-async def fill(broker_url: str) -> None:
-    """BACKLOG events in the stream as ingest stores them."""
-    now = time.time_ns() // 1_000_000
-    async with open_broker(broker_url) as broker, Producer(broker.appender) as producer:
-        for start in range(0, BACKLOG, _CHUNK):
-            records = [make_record(number, now) for number in range(start, start + _CHUNK)]
-            (await producer.send("events", records)).raise_first()
-
-
-def make_record(number: int, now: int) -> Record:
-    """Event `number` as ingest stores it; now: its arrival, ms."""
-    marks = (
-        ("ce_id", b"evt-%012d" % number),
-        ("penstock_arrival", b"%d" % now),
-        ("penstock_origin", b"bench:0:%d" % number),
-    )
-    return Record(b"user-%06d" % (number % 5000), make_event(number), now, marks)
 
 
 @contextmanager
@@ -93,7 +70,7 @@ def _memory(setup: Setup, broker: str) -> list[Figure]:
     pipes = folder / "pipes.yaml"
     pipes.write_text(PIPES.format(port=sink))
     make_topics(broker, pipes)
-    asyncio.run(fill(broker))
+    asyncio.run(fill(broker, "events", BACKLOG))
     tell(f"memory, {kind}: {BACKLOG:,} events wait")
     ports = {name: free_port() for name in ("ingest", "expel", "retrier", "transform")}
     shared = {name: _shared(broker, pipes, port) for name, port in ports.items()}

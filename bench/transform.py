@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from bench.backlog import fill, make_record
 from bench.bare_spark import COLUMNS
 from bench.figures import Figure
-from bench.memory import make_record
 from bench.processes import Child, free_port
 from bench.setup import CPU, Setup, make_topics, tell
 from services.core.broker.connect import open_broker
@@ -30,7 +30,6 @@ WARM_BATCHES, STEADY_S, PIECE_S = 1000, 60, 5
 PATIENCE_S = 600.0
 INTERVAL_MS, MAX_EVENTS = 200, 20_000
 """Our defaults, for the bare job as well."""
-_CHUNK = 1000
 _LOOK_S = 0.1
 _STREAM = "events"
 _PIPE = """
@@ -119,7 +118,7 @@ def make_backlog(folder: Path, urls: Iterable[str], names: list[str], events: in
     """So many events wait, and nothing is in the output topics of these names."""
     for url in urls:
         make_topics(url, _write_pipes(folder / "all.yaml", names, INTERVAL_MS))
-        asyncio.run(_fill(url, range(events)))
+        asyncio.run(fill(url, _STREAM, events))
 
 
 def drain(folder: Path, subject: Subject, name: str, warm: int, events: int) -> Cost:
@@ -212,14 +211,6 @@ def _write_pipes(path: Path, names: list[str], interval_ms: int, stream: str = _
     return path
 
 
-async def _fill(url: str, numbers: range) -> None:
-    now = time.time_ns() // 1_000_000
-    async with open_broker(url) as broker, Producer(broker.appender) as producer:
-        for start in range(numbers.start, numbers.stop, _CHUNK):
-            records = [make_record(number, now) for number in range(start, start + _CHUNK)]
-            (await producer.send(_STREAM, records)).raise_first()
-
-
 async def _send_steadily(url: str, stream: str, seconds: int) -> None:
     """In pieces of a twentieth of a second."""
     piece = RATE // 20
@@ -228,5 +219,5 @@ async def _send_steadily(url: str, stream: str, seconds: int) -> None:
         for number in range(seconds * 20):
             await asyncio.sleep(begun + number / 20 - time.monotonic())
             now = time.time_ns() // 1_000_000
-            records = [make_record(number * piece + each, now) for each in range(piece)]
+            records = [make_record(sent, now, 0, sent) for sent in range(number * piece, (number + 1) * piece)]
             (await producer.send(stream, records)).raise_first()

@@ -8,6 +8,7 @@ from uuid import UUID
 
 import pytest
 from aiokafka.client import AIOKafkaClient
+from aiokafka.protocol.coordination import FindCoordinatorRequest
 from structlog.testing import capture_logs
 
 from services.core.broker.errors import Unavailable
@@ -76,6 +77,30 @@ async def test_nobody_decides_between_two_nodes_that_know_different_topics() -> 
     """If it fails, a group begins anew in a topic that was deleted, or in the new one, by chance."""
     with pytest.raises(Unavailable, match="different topics"):
         await make_cluster(Nodes({1: (OLD, 1, 4), 2: (NEW, 2, 0)})).describe_agreed(["t"])
+
+
+async def test_the_coordinator_of_a_new_kafka_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, the first command that asks a new Kafka about a group ends with an error; or it waits for ever."""
+    monkeypatch.setattr("services.core.broker.kafka.cluster._COORDINATOR_PAUSE_S", 0.001)
+    asked: list[int] = []
+
+    class NewKafka(Nodes):
+        ready_after = 3
+
+        async def send(self, node: int, request: Any) -> Any:
+            if not isinstance(request, FindCoordinatorRequest):
+                return "answer"
+            asked.append(node)
+            return SimpleNamespace(error_code=15 if len(asked) <= self.ready_after else 0, coordinator_id=1)
+
+    nodes = NewKafka({1: None})
+    assert await make_cluster(nodes).ask_coordinator("g", object()) == "answer"
+    assert len(asked) == 4
+    nodes.ready_after = 1_000_000
+    cluster = make_cluster(nodes)
+    cluster.timing = Timing(request=0.05)
+    with pytest.raises(Unavailable, match="find the coordinator of group g"):
+        await cluster.ask_coordinator("g", object())
 
 
 async def test_a_task_of_aiokafka_that_has_ended_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from aiokafka.protocol.coordination import FindCoordinatorRequest
 from services.core.broker.errors import AccessRefused, BrokerClosed, Unavailable
 from services.core.broker.kafka.access import Access, client_settings
 from services.core.broker.kafka.aiokafka_client import restart_renewal
-from services.core.broker.kafka.error_codes import UNKNOWN_TOPIC, bounded, raise_for
+from services.core.broker.kafka.error_codes import COORDINATOR_NOT_AVAILABLE, UNKNOWN_TOPIC, bounded, raise_for
 from services.core.broker.kafka.protocol import DescribeTopicsRequest
 
 log = structlog.get_logger()
@@ -46,6 +46,7 @@ class Timing:
 
 _CLOSE_SECONDS = 5.0
 _METADATA_PAUSE = 0.05
+_COORDINATOR_PAUSE_S = 0.2
 _SELDOM = 300.0
 _ASKED = 3
 _OPINION_S = 1.0
@@ -191,8 +192,17 @@ class Cluster:
         raise self.explain(Unavailable(f"none of Kafka's nodes can be reached, {self.bootstrap}"), began)
 
     async def ask_coordinator(self, group: str, request: Any) -> Any:
-        """One request to the group's coordinator. Raises Unavailable."""
+        """One request to the group's coordinator. Raises Unavailable.
+
+        A new Kafka makes its topic of groups when it is first asked for a coordinator. Until then none is available, so it is
+        asked again, for as long as one request may take.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.timing.request
         found = await self.ask_any(FindCoordinatorRequest(group, 0))
+        while found.error_code == COORDINATOR_NOT_AVAILABLE and loop.time() < deadline:
+            await asyncio.sleep(_COORDINATOR_PAUSE_S)
+            found = await self.ask_any(FindCoordinatorRequest(group, 0))
         raise_for(found.error_code, f"find the coordinator of group {group}", f"Describe on group {group}")
         return await self.ask(found.coordinator_id, request)
 

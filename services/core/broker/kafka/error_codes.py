@@ -19,6 +19,7 @@ from services.core.broker.errors import (
 )
 
 UNKNOWN_TOPIC = kafka.UnknownTopicOrPartitionError.errno
+COORDINATOR_NOT_AVAILABLE = kafka.GroupCoordinatorNotAvailableError.errno
 CORRUPT = kafka.CorruptRecordException.errno
 """Of a fetch: the node cannot find its way through its own log, because the length of a batch is altered."""
 TOO_LARGE = frozenset({kafka.MessageSizeTooLargeError.errno, kafka.RecordListTooLargeError.errno})
