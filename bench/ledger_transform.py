@@ -11,7 +11,7 @@ from bench.figures import Figure
 from bench.processes import Child, fetch_metric, free_port
 from bench.setup import CPU, Setup, make_topics, tell
 
-WARM, EVENTS = 1_000_000, 600_000
+WARM, EVENTS = 1_000_000, 3_000_000
 STREAM = "events"
 """All cases read the same stream."""
 PATIENCE_S = 600.0
