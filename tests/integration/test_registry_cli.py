@@ -58,3 +58,6 @@ async def test_exit_codes(tmp_path: Path) -> None:
         with pytest.raises(CommandFailed, match="there is no such subject") as caught:
             await ask(Registry(client.base), "GET", "/v1/subjects/clicks")
         assert "penstock schemas list" in caught.value.remedy
+        status, out = await penstock(client, "push", tmp_path / "good.avsc", "--subject", "click-value")
+        assert out.startswith("click-value version 1, ")
+        assert "a new subject" in out, "the name may be misspelt"

@@ -83,7 +83,7 @@ def push(
         for one in answer["types"]:
             OUT.print(Text(f"{one['subject']} version {one['version']}, id {one['id']}"))
         return
-    was = "" if answer["new"] else ", was there already"
+    was = (", a new subject" if answer["version"] == 1 else "") if answer["new"] else ", was there already"
     OUT.print(Text(f"{answer['subject']} version {answer['version']}, id {answer['id']}{was}"))
     print_note(f"fingerprint {answer['fingerprint']}", "dim")
 
