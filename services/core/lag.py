@@ -25,6 +25,11 @@ COARSE_SECONDS = (0.01, 0.05, 0.25, 1, 2.5, 10, 60, 300, 3600)
 """The buckets of a family with a child for each destination: enough for a P95 on a dashboard."""
 
 
+def nearest_rank(share: float, count: int) -> int:
+    """The rank, from 1, of the smallest of so many values that at least this share of them does not exceed."""
+    return max(1, math.ceil(share * count - 1e-9))  # 0.07 * 100 is a little more than 7
+
+
 class LagHistogram:
     """Counts lags in ms. Negative ones (the client's clock is ahead) count as 0. Not thread-safe."""
 
@@ -86,15 +91,19 @@ class LagHistogram:
         return histogram
 
     def quantiles(self, shares: Iterable[float]) -> list[float]:
-        """Milliseconds at these shares (0..1), within the relative error; 0 for an empty histogram."""
+        """Milliseconds at these shares (0..1), within the relative error; 0 for an empty histogram.
+
+        By the nearest rank: the smallest lag that at least this share of the events does not exceed. So P99 of a few events is
+        the longest lag.
+        """
         self._fold()
         ordered = sorted(self._buckets.items())
         found = []
         for share in shares:
-            rank, seen, value = share * (self.count - 1), 0, 0.0
+            rank, seen, value = nearest_rank(share, self.count), 0, 0.0
             for bucket, count in ordered:
                 value, seen = _value(bucket), seen + count
-                if seen > rank:
+                if seen >= rank:
                     break
             found.append(value)
         return found
