@@ -1,4 +1,4 @@
-"""Event-sourced orders with a read model: a shop appends events, a folder derives the state of each order (see orders.yaml)."""
+"""Event-sourced orders with a read model: a shop appends events, a projector derives their states (see orders.yaml)."""
 
 import json
 import sys
@@ -25,22 +25,22 @@ def append(stream: str, *events: dict) -> str:
     return urlopen(request, timeout=30).headers.get("Penstock-Token", "")
 
 
-class Folder(BaseHTTPRequestHandler):
+class Projector(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        """Fold the events of a request. An error cuts the connection, and they come again."""
+        """Apply the events of a request. An error cuts the connection, and they come again."""
         for event in json.loads(self.rfile.read(int(self.headers["Content-Length"]))):
-            state = find(event["order"], Folder.token)
+            state = find(event["order"], Projector.token)
             if event["version"] > state["version"] + 1:
                 raise ValueError(f"the event before {event['id']} did not come")
             if event["version"] == state["version"] + 1:  # an older one came for the second time
-                Folder.token = append("order-states", {**event, "total": state["total"] + event["price"]})
+                Projector.token = append("order-states", {**event, "total": state["total"] + event["price"]})
         self.send_response(204)
         self.end_headers()
 
 
 if MODE == "fold":
-    Folder.token = append("order-states", {"order": "last-start"})  # covers what an earlier folder has stored
-    HTTPServer(("127.0.0.1", int(WHAT)), Folder).serve_forever()
+    Projector.token = append("order-states", {"order": "last-start"})  # covers what an earlier projector has stored
+    HTTPServer(("127.0.0.1", int(WHAT)), Projector).serve_forever()
 for kind, price in (("item-added", 30), ("item-added", 12.5), ("paid", 0), ("shipped", 0)):
     version = find(WHAT)["version"] + 1
     append("order-events", {"id": f"{WHAT}/{version}", "order": WHAT, "version": version, "type": kind, "price": price})

@@ -59,7 +59,7 @@ class TransformSettings(Settings):
     )
     s3_endpoint: str = Field("", description="URL of the object store of checkpoints and tables; empty: that of AWS.")
     s3_region: str = Field(
-        "", description="Region of their buckets; empty: AWS_REGION, or else the one that AWS names."
+        "", description="Region of these buckets; empty: AWS_REGION, else the region that AWS reports."
     )
     s3_path_style: bool = Field(
         False, description="Whether requests name the bucket in the path, as most stores but AWS need."
@@ -94,9 +94,9 @@ class TransformSettings(Settings):
     driver_host: str = Field(
         "", description="Name or address at which executors reach this process; empty: this host's address."
     )
-    driver_bind: str = Field("", description="Address on which it listens for executors; empty: that of driver_host.")
+    driver_bind: str = Field("", description="Address on which the driver listens; empty: that of driver_host.")
     driver_port: int = Field(
-        0, ge=0, le=65534, description="Port at which executors reach it, and the next one for blocks; 0: any two."
+        0, ge=0, le=65534, description="Port of the driver; the next one is for blocks. 0: any two free ports."
     )
     batch_timeout: Duration = Field(
         300.0,

@@ -22,6 +22,7 @@ from services.fleet.verbs.pipes import pipe_schema
 from services.global_retrier.settings import RetrierSettings
 from services.ingest.settings import IngestSettings
 from services.observer.settings import ObserverSettings
+from services.registry.settings import RegistrySettings
 from services.table.settings import TableSettings
 from spark.settings import TransformSettings
 
@@ -34,12 +35,13 @@ MODELS: tuple[type[Settings], ...] = (
     RetrierSettings,
     ObserverSettings,
     TableSettings,
+    RegistrySettings,
     AutoscalerSettings,
 )
 
 _FILE_HEAD = """\
-# Every setting with its default and its variable; all of it is commented out. Copy it, change what you need, and start
-# with --config FILE or PENSTOCK_CONFIG. A flag overrules a variable, a variable this file. Generated: do not edit here.
+# Every setting with its default and its variable, commented out. Copy this file, change what you need, and start with
+# --config FILE or PENSTOCK_CONFIG. A flag overrules a variable, a variable this file. Generated: do not edit here.
 """
 _PAGE_HEAD = """\
 # Configuration
@@ -48,11 +50,11 @@ _PAGE_HEAD = """\
 
 Every setting is a flag, a `PENSTOCK_…` variable and a key in a settings file (`--config FILE` or `PENSTOCK_CONFIG`), in
 that order of precedence. Durations and sizes carry their unit: `500ms`, `10s`, `5m`, `75h`, `7d`; `64KB`, `1MB`, `2GiB`.
-A mistake ends the start with status 2; the message names the place of every mistake. `infra/penstock.default.yaml` is a
-file with every setting in it.
+A mistake ends the start with status 2 and a message with the place of every mistake. `infra/penstock.default.yaml` has every
+setting.
 
-`penstock up` starts each service with the flags that it needs. Other settings of a service are set by variable or file.
-`penstock up` derives the following settings from those in parentheses, so they cannot be set for the service there:
+With `penstock up`, set the settings of a service by variable or file. `penstock up` derives these settings from those in
+parentheses, so they cannot be set there:
 {overruled}.
 
 Secrets are never in flags, pipe files or settings files. Signing secrets, and tokens and keys for receivers, are in files

@@ -293,7 +293,7 @@ EXPEL_NEXT_PROBE = Gauge(
 EXPEL_LANE_EVENTS = Gauge("penstock_expel_lane_events", "Events in flight to a destination.", ["pipe", "destination"])
 EXPEL_LANE_UP = Gauge(
     "penstock_expel_lane_up",
-    "1 while the lane is in its group, also while the broker is away. 0 before it joins, while it is paused, and while missing "
+    "1 while the lane is in its group, also while the broker is down. 0 before it joins, while it is paused, and while missing "
     "or damaged records stop it.",
     ["pipe", "destination"],
 )

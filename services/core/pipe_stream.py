@@ -21,22 +21,22 @@ class Stream(StrictModel):
 
     topic: TopicName | None = Field(
         None,
-        description="On Kafka: a topic that is there already, by its name on the cluster. Others write to it. Penstock only "
-        "reads it: it creates, changes and deletes nothing there, and ingest accepts no events for it. `id`, `key`, `time`, "
-        "`type`, `format` and `tombstones` say how a record becomes an event.",
+        description="On Kafka: an existing topic that others write, by its name on the cluster. Penstock only reads this topic, "
+        "and ingest accepts no events for it. `id`, `key`, `time`, `type`, `format` and `tombstones` say how a record becomes an "
+        "event (docs/existing-topics.md).",
         examples=["billing.invoices"],
     )
     on: Name | None = Field(
         None,
-        description="The broker of `brokers` that it lives on. Absent: the fleet's own, that of `--broker`.",
+        description="The broker of the stream, by its name in `brokers`. Absent: the fleet's own, that of `--broker`.",
         examples=["msk"],
     )
     partitions: int = Field(
         4,
         ge=1,
         le=1024,
-        description="The least number of partitions of the topic. It limits the instances that work at once. Events of one key "
-        "are in one partition. A topic that has more partitions keeps them.",
+        description="The minimum number of partitions of the topic. It limits the instances that work at once. Events of one key "
+        "are in one partition. A topic with more partitions keeps them.",
         examples=[8],
     )
     max_partitions: int | None = Field(
@@ -44,19 +44,19 @@ class Stream(StrictModel):
         ge=1,
         le=1024,
         description="On Kafka: the autoscaler may add partitions up to this number, if no event ever had a key. Absent: it only "
-        "reports that more are needed.",
+        "reports that more partitions are needed.",
         examples=[32],
     )
     shards: int | None = Field(
         None,
         ge=1,
-        description="On Kinesis: the number of shards at the beginning; fewer than partitions if an autoscaler will split them. "
+        description="On Kinesis: the number of shards at the creation; fewer than partitions if an autoscaler will split them. "
         "Absent: as many as partitions.",
         examples=[2],
     )
     retention: Duration = Field(
         7 * 86400.0,
-        description="How long events are kept. With `compact`: how long also those that a newer event of their key replaced.",
+        description="How long events are kept. With `compact`: how long an event is kept after a newer one replaced it.",
         examples=["30d"],
     )
     compact: bool = Field(
@@ -68,7 +68,7 @@ class Stream(StrictModel):
     id: Place | None = Field(
         None,
         description="Payload field with the event id. An id names one event, not the thing that the event is about: a second "
-        "event with the same id is a duplicate, which receivers drop. It is one field: to combine several, see "
+        "event with the same id is a duplicate, which receivers drop. To combine several fields, see "
         "docs/ingest.md#an-id-of-several-fields. Without this key in the pipe file, or without the field in "
         "the event: CloudEvents id, else a new UUIDv7. Only for events that clients send: those of another pipe keep their id. "
         "With `topic` a header is possible, too: `{header: NAME}`. Without a value there the id is TOPIC-PARTITION-OFFSET.",
@@ -97,7 +97,7 @@ class Stream(StrictModel):
     )
     format: Literal["json", "text", "bytes"] = Field(
         "json",
-        description="Only with `topic`: the kind of the values of its records. A value that is not JSON, or not text in UTF-8, "
+        description="Only with `topic`: the format of its records' values. A value that is not JSON, or not text in UTF-8, "
         "goes to the dead letters.",
         examples=["text"],
     )
@@ -112,7 +112,7 @@ class Stream(StrictModel):
         max_length=20_000,
         description="The payload's columns for transforms, as Spark DDL. A payload that does not fit goes to the pipe's dead "
         "letters: 19.999 does not fit DECIMAL(12,2). A DECIMAL also takes a number in a JSON text. Fields that are not declared "
-        "here are no columns: a transform reads them from `value`, and a result made of columns does not have them.",
+        "here are only in `value`, and not in a result of columns.",
         examples=["carrier STRING, dep_delay INT"],
     )
 

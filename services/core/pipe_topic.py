@@ -50,7 +50,7 @@ class TopicTarget(StrictModel):
     """A topic of others, as a destination."""
 
     name: TopicName = Field(
-        description="The name of the topic on the Kafka cluster, without the prefix of the fleet. It must be there.",
+        description="The name of the topic on the Kafka cluster, without the prefix of the fleet. It must exist.",
         examples=["erp.orders"],
     )
     on: Name | None = Field(

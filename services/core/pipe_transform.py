@@ -22,7 +22,7 @@ class Output(StrictModel):
     )
     renamed_from: Name | None = Field(
         None,
-        description="Its former name. Stored events that were given to that output are in this one. May stay here for ever.",
+        description="Its former name: stored events of the former output are in this one. May stay here for ever.",
         examples=["big"],
     )
 
@@ -53,7 +53,7 @@ class Transform(StrictModel):
     mode: Literal["auto", "micro-batch", "real-time"] = Field(
         "auto",
         description="micro-batch: for every transform. real-time: shorter lag, for stateless SQL on Kafka only. auto: real-time "
-        "where possible, else micro-batch.",
+        "if possible, else micro-batch.",
     )
     interval: Duration = Field(0.2, description="At most one micro-batch per interval.", examples=["1s"])
     max_events: int = Field(
@@ -61,8 +61,8 @@ class Transform(StrictModel):
     )
     deduplicate_within: Duration | None = Field(
         None,
-        description="Drop events whose id occurred within this time before (micro-batch only). Absent: keep them; receivers can "
-        "recognise them by their id.",
+        description="Drop an event if another event of its stream had the same id within this time before (micro-batch only). "
+        "Absent: keep it; receivers can recognise it by its id.",
         examples=["1h"],
     )
     watermark: Duration | None = Field(
@@ -82,8 +82,8 @@ class Transform(StrictModel):
     tables: list[Name] = Field(
         default_factory=list,
         max_length=16,
-        description="The tables of this file that it reads. SQL: each is a view of its name. Python: each is an argument, after "
-        "the sources.",
+        description="The tables of this file that the transform reads. SQL: each is a view of its name. Python: each is an "
+        "argument, after the sources.",
         examples=[["customers"]],
     )
     outputs: dict[Name, Output] = Field(

@@ -66,7 +66,7 @@ class Tls(StrictModel):
     )
     certificate: Path | None = Field(
         None,
-        description="Our client certificate, with the intermediate certificates behind it.",
+        description="Our client certificate, followed by the intermediate certificates.",
         examples=["expel.pem"],
     )
     key: Path | None = Field(

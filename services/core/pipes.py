@@ -63,7 +63,7 @@ class Destination(StrictModel):
     output: Name | None = Field(
         None,
         alias="from",
-        description="The output of the pipe's transform that it gets. Absent: every result of the transform.",
+        description="The output of the pipe's transform that the destination gets. Absent: every result of the transform.",
         examples=["large"],
     )
     start: Literal["earliest", "latest"] = Field(
@@ -73,8 +73,8 @@ class Destination(StrictModel):
     )
     renamed_from: Name | None = Field(
         None,
-        description="Its former name in this pipe. It continues at the position of that one, and gets the events that wait for "
-        "it. May stay here for ever.",
+        description="Its former name in this pipe. It continues at the former position, and gets the events that wait for the "
+        "former name. May stay here for ever.",
         examples=["invoices"],
     )
 
@@ -88,7 +88,7 @@ class Pipe(StrictModel):
     """Sources, an optional transform, destinations."""
 
     sources: list[Name] = Field(
-        min_length=1, max_length=32, description="The streams whose events it carries.", examples=[["orders"]]
+        min_length=1, max_length=32, description="The streams that the pipe reads.", examples=[["orders"]]
     )
     transform: Transform | None = Field(
         None,
@@ -104,8 +104,8 @@ class Pipe(StrictModel):
     )
     renamed_from: Name | None = Field(
         None,
-        description="Its former name, only without a transform. Its destinations continue at the positions of the former ones, "
-        "and get the events that wait for them. May stay here for ever.",
+        description="Its former name, only without a transform. Its destinations continue at their former positions, and get the "
+        "events that wait for the former names. May stay here for ever.",
         examples=["shop"],
     )
 
@@ -115,22 +115,22 @@ class Removed(StrictModel):
 
     deliver_to: LaneName | None = Field(
         None,
-        description="The pipe/destination of this file that gets them. For a new name of the same destination, write "
-        "`renamed_from` there.",
+        description="The pipe/destination of this file that gets the events. For a new name of the same destination, use "
+        "`renamed_from` instead.",
         examples=["large-orders/billing"],
     )
     bury: str | None = Field(
         None,
         min_length=1,
         max_length=500,
-        description="They go to the pipe's dead letters. This text is the reason.",
+        description="The events go to the pipe's dead letters. This text is the reason.",
         examples=["the receiver was closed"],
     )
     drop: str | None = Field(
         None,
         min_length=1,
         max_length=500,
-        description="Nobody gets them. This text is the reason, in the audit.",
+        description="Nobody gets the events. This text is the reason, in the audit.",
         examples=["events of a test"],
     )
 

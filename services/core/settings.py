@@ -46,7 +46,7 @@ class Settings(BaseModel):
     )
     schemas: bool = Field(
         False,
-        description="Whether the fleet has a schema registry, so that an alert comes when none answers (true or false).",
+        description="Whether the fleet has a schema registry, so that an alert fires when none answers (true or false).",
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     management: Address = Field(

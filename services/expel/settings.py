@@ -46,7 +46,7 @@ class ExpelSettings(Settings):
         ge=100,
         le=1_000_000,
         description="The most events per destination that are in flight, or delivered and not committed. So many may be "
-        "delivered twice after a crash; behind a slow one, ten times as many.",
+        "delivered twice after a crash, or ten times as many if one slow event holds back the commit.",
     )
     commit_interval: Duration = Field(
         0.5,

@@ -38,7 +38,7 @@ class UpSettings(Settings):
     )
     registry: Address | None = Field(
         None,
-        description="host:port of a schema registry, e.g. 127.0.0.1:8084, with its data in the data folder; absent: none runs. "
+        description="host:port of a schema registry, e.g. 127.0.0.1:8084, with its data in the data folder; empty: no registry. "
         "Beyond loopback it needs PENSTOCK_REGISTRY_KEYS.",
     )
     tables: Address = Field(

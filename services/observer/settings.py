@@ -26,7 +26,7 @@ class ObserverSettings(Settings):
     )
     names: HostNames = Field(
         "",
-        description="Host names under which clients beyond loopback reach it, comma-separated; IP addresses are always accepted.",
+        description="Host names of the API for clients beyond loopback, comma-separated; IP addresses are always accepted.",
     )
     threshold: float = Field(
         0.01, ge=0, le=1, description="The share of a minute's events, 0 to 1, that may be missing without an alarm."
@@ -40,7 +40,7 @@ class ObserverSettings(Settings):
         None,
         pattern="^https?://",
         max_length=2000,
-        description="Webhook that receives the alarms; absent: metrics and log only.",
+        description="Webhook that receives the alarms; empty: metrics and log only.",
     )
     alarm_secret: Path | None = Field(
         None, description="A file with one whsec_… per line that signs alarms; not readable by others."

@@ -20,15 +20,15 @@ class RegistrySettings(Settings):
     )
     store: str = Field(
         "file:///var/lib/penstock/schemas",
-        description="Where the schemas are: file:///folder, s3://bucket/prefix, gs://bucket/prefix or "
-        "az://account/container/prefix. Several registries may share it.",
+        description="URL of the store of the schemas: file:///folder, s3://bucket/prefix, gs://bucket/prefix or "
+        "az://account/container/prefix. Several registries may share a store.",
     )
     keys: Path | None = Field(
         None, description="The keys file that `penstock keys` writes. Without one, clients need no key."
     )
     names: HostNames = Field(
         "",
-        description="Host names under which clients beyond loopback reach it, comma-separated; IP addresses are always accepted.",
+        description="Host names of the API for clients beyond loopback, comma-separated; IP addresses are always accepted.",
     )
 
     @field_validator("store")

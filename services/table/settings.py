@@ -28,7 +28,7 @@ class TableSettings(Settings):
     snapshot_from: str | None = Field(
         None,
         pattern=r"^https?://[^/@\s?#]+$",
-        description="Another replica, or a balancer of them, e.g. http://table:80. A table without a file begins with its copy.",
+        description="Another replica, or a balancer of them, e.g. http://table:80. A table without a file copies from there.",
     )
     snapshot_key: Path | None = Field(
         None,

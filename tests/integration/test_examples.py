@@ -94,7 +94,7 @@ async def test_many_to_many(tmp_path: Path) -> None:
 
 
 async def test_orders_and_their_read_model(tmp_path: Path) -> None:
-    """Broken: the example of a table does not work, or a duplicate, a killed folder or a killed table spoils a state."""
+    """Broken: the example of a table does not work, or a duplicate, a killed projector or a killed table spoils a state."""
     desk, tables, port = Desk(tmp_path), free_port(), free_port()
     text = (REPOSITORY / "examples" / "orders.yaml").read_text()
     (tmp_path / "pipes.yaml").write_text(text.replace(":9100", f":{port}"))
@@ -116,13 +116,13 @@ async def test_orders_and_their_read_model(tmp_path: Path) -> None:
 
     try:
         async with desk.up("--tables", f"127.0.0.1:{tables}") as fleet:
-            folder = await start("fold", str(port))
+            projector = await start("fold", str(port))
             assert await finish(await start("order", "o-1")) == "shipped 4 42.5"
             (tmp_path / "again").write_text(
                 json.dumps({"id": "o-1/2", "order": "o-1", "version": 2, "type": "item-added", "price": 12.5})
             )
-            folder.kill()
-            await folder.wait()
+            projector.kill()
+            await projector.wait()
             (table,) = [process for process in (await desk.state()).processes if process.service == "table"]
             assert table.pid is not None
             os.kill(table.pid, signal.SIGKILL)
@@ -136,7 +136,7 @@ async def test_orders_and_their_read_model(tmp_path: Path) -> None:
                 while not await is_back():
                     await asyncio.sleep(0.1)
             await desk.send(tmp_path / "again", stream="order-events")
-            more = await start("order", "o-1")  # behind the duplicate, which waits for a folder as they do
+            more = await start("order", "o-1")  # behind the duplicate, which waits for a projector as they do
             await start("fold", str(port))
             assert await finish(more) == "shipped 8 85.0"
             assert await fleet.interrupt() == 0

@@ -22,7 +22,7 @@ from services.fleet.problem import CommandFailed
 
 APP = typer.Typer(
     name="penstock",
-    help="Events in over HTTP, through Spark, out to signed webhooks; none is lost. Start with [bold]penstock demo[/bold].",
+    help="Deliver events from HTTP clients to signed webhooks without loss. Start with [bold]penstock demo[/bold].",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -103,12 +103,13 @@ BrokerUrl = Annotated[
     typer.Option(
         "--broker",
         envvar="PENSTOCK_BROKER",
-        help="log:///path, kafka://host:port or kinesis://region, with ?prefix=acme. where fleets share it; absent: the fleet on "
-        "--data, or the log in that folder.",
+        help="log:///path, kafka://host:port or kinesis://region, with ?prefix=acme. if fleets share it. Default: the broker of "
+        "the fleet on --data, else the log in that folder.",
     ),
 ]
 Pipes = Annotated[
-    Path | None, typer.Option("--pipes", "-f", envvar="PENSTOCK_PIPES", help="The pipe file; absent: the fleet's.")
+    Path | None,
+    typer.Option("--pipes", "-f", envvar="PENSTOCK_PIPES", help="The pipe file. Default: that of the fleet on --data."),
 ]
 Data = Annotated[Path, typer.Option("--data", envvar="PENSTOCK_UP_DATA", help="The data folder of the fleet.")]
 PipeName = Annotated[str | None, typer.Option("--pipe", help="Only dead letters of this pipe.")]
@@ -116,21 +117,19 @@ DestinationName = Annotated[str | None, typer.Option("--destination", help="Only
 Reason = Annotated[str | None, typer.Option("--reason", help="Only dead letters with this reason, e.g. http_404.")]
 Since = Annotated[
     str | None,
-    typer.Option(
-        "--since", help="Only events that became dead letters at or after this: 2h (ago), or an RFC 3339 time."
-    ),
+    typer.Option("--since", help="Only events that became dead letters at or after this time: 2h (ago), or RFC 3339."),
 ]
-Until = Annotated[str | None, typer.Option("--until", help="Only events that became dead letters before this.")]
+Until = Annotated[str | None, typer.Option("--until", help="Only events that became dead letters before this time.")]
 ObserverAddress = Annotated[
     str | None,
-    typer.Option("--observer", help="host:port of the observer; absent: the observer of the fleet on --data."),
+    typer.Option("--observer", help="host:port of the observer. Default: that of the fleet on --data."),
 ]
 ObserverToken = Annotated[
     Path | None,
     typer.Option(
         "--observer-token-file",
         envvar="PENSTOCK_OBSERVER_TOKEN_FILE",
-        help="A file with a token of the observer, required beyond loopback; absent: the file of the fleet on --data.",
+        help="A file with a token of the observer, required beyond loopback. Default: that of the fleet on --data.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]

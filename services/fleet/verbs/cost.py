@@ -61,7 +61,7 @@ def cost(
         )
     elif missing := [name for name in fleet.topics if name not in fleet.shards]:
         print_note(
-            f"Counted with the shards with which they are created, because they do not exist yet: {', '.join(missing)}",
+            f"These streams do not exist yet; counted with the shards with which they are created: {', '.join(missing)}",
             "yellow",
         )
 

@@ -42,7 +42,7 @@ from services.fleet.verbs.app import (
 )
 
 DEAD = typer.Typer(
-    help="Dead letters: events that could not be delivered. List, show, redrive or discard them.", no_args_is_help=True
+    help="List, show, redrive or discard dead letters: events that could not be delivered.", no_args_is_help=True
 )
 APP.add_typer(DEAD, name="dead")
 
@@ -173,7 +173,7 @@ def redrive(
 
     Those that cannot be sent stay dead letters; the reason is printed. Status 0 when all were redriven, 1 otherwise.
 
-    A result may already contain a `late` event. With --to-stream a warning says so before the first event is sent; in --json,
+    A `late` event may already be part of a result. With --to-stream the command warns before it sends the first event; in --json,
     `may_be_in_results` is the number of redriven `late` events.
     """
     path = find_pipes(pipes, data)

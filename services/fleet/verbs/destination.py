@@ -104,7 +104,7 @@ def show(
 ) -> None:
     """Show whether a destination is paused, its dead letters by cause, and whether its receiver answers the running fleet.
 
-    Events that wait are no dead letters: `penstock status` counts them, and `penstock group show` says in which topic they are.
+    Events that wait are not dead letters: `penstock status` counts them, and `penstock group show` names their topics.
     """
     name, pipe = split_lane(name, pipe)
     where = make_filter(pipe, name, None, since, until, pipes=find_pipes(None, data))
@@ -153,7 +153,7 @@ async def _read_state(
         return causes, await count_parked(broker, chosen, where.renames)
 
 
-OfPipe = Annotated[str | None, typer.Option("--pipe", help="Only in this pipe; absent: in every pipe that has it.")]
+OfPipe = Annotated[str | None, typer.Option("--pipe", help="Only in this pipe. Default: in every pipe that has it.")]
 ReasonText = Annotated[str, typer.Option("--reason", help="The reason, shown to other operators.")]
 MAX_REASON = 500
 
@@ -168,7 +168,7 @@ def pause(
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
-    """Send nothing to a destination until it is resumed. Its events are parked on disk for any length of time.
+    """Send nothing to a destination until it is resumed. Its events are parked on disk without a time limit (Kinesis: a year).
 
     Every expel instance applies the pause within about a second. Requests in flight are finished.
     """
@@ -188,7 +188,7 @@ def resume(
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
-    """Resume a destination that an operator paused, or that answered 410. The rate rises slowly; parked events are sent, too."""
+    """Resume a destination that an operator paused, or that answered 410. Sends the parked events; the rate rises slowly."""
     path, who = find_pipes(pipes, data), whoami()
     new = Pause("resumed", OPERATOR, who, time.time_ns() // 1_000_000)
     uvloop.run(
@@ -223,8 +223,8 @@ async def _change(
 def list_all(pipes: Pipes = None, broker: BrokerUrl = None, data: Data = Path("data"), as_json: AsJson = False) -> None:
     """List the webhook destinations and which of them are paused; --json prints one object per line.
 
-    Needs no running fleet. So it does not know whether a receiver fails: `penstock status` shows that. The state `running` in
-    --json means: not paused.
+    Needs no running fleet, so it does not show receivers that fail: use `penstock status`. The state `running` in --json means
+    not paused.
     """
     file = load_found_pipes(pipes, data)
     found = uvloop.run(_list(find_broker(broker, data), file))

@@ -33,7 +33,7 @@ def doctor(
         typer.Option(
             "--targets",
             help="Processes elsewhere: Prometheus' list of targets (file_sd), or dns://name:port of their management ports. "
-            "Absent: the fleet on --data.",
+            "Default: the fleet on --data.",
         ),
     ] = None,
     broker: BrokerUrl = None,
@@ -42,12 +42,12 @@ def doctor(
     token_file: ObserverToken = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is wrong with a fleet, in plain words: the most probable cause first, its evidence, and what to do first.
+    """Find the faults of a fleet: the most probable cause first, its evidence, and the first thing to do.
 
-    Runs the checks behind all runbooks (docs/runbooks), against a running or a dead fleet. It changes nothing. It takes about
-    ten seconds, because it reads all figures twice, and at most a minute. Consequences of a cause are listed beneath it.
+    Runs the checks of all runbooks (docs/runbooks), also when the fleet does not run, and changes nothing. Takes about ten
+    seconds, because it reads all figures twice, and at most a minute. Consequences of a cause are listed beneath it.
 
-    Exit status: 0 nothing is wrong, 1 something is wrong, 2 nothing wrong was found, but not everything could be looked at.
+    Exit status: 0 nothing is wrong, 1 something is wrong, 2 nothing wrong was found, but some checks could not be made.
     """
     if targets is not None:
         try:

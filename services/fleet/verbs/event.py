@@ -36,7 +36,7 @@ def event(
         str,
         typer.Argument(
             metavar="ID",
-            help="The event's id, as a receiver or a dead letter shows it. Ids that ingest makes: it answers them to the sender "
+            help="The event's id, as a receiver or a dead letter shows it. A sender gets the ids that ingest makes "
             "with `Prefer: return=representation`.",
         ),
     ],
@@ -46,11 +46,11 @@ def event(
         str | None,
         typer.Option(
             "--since",
-            help="Only events accepted at or after this: 2h (ago), or an RFC 3339 time. Absent: the time in the id (UUIDv7), "
+            help="Only events accepted at or after this time: 2h (ago), or RFC 3339. Default: the time in the id (UUIDv7), "
             "else 24 hours ago.",
         ),
     ] = None,
-    until: Annotated[str | None, typer.Option("--until", help="Only events accepted before this.")] = None,
+    until: Annotated[str | None, typer.Option("--until", help="Only events accepted before this time.")] = None,
     pipes: Pipes = None,
     broker: BrokerUrl = None,
     data: Data = Path("data"),
@@ -58,7 +58,7 @@ def event(
 ) -> None:
     """Show the story of an event: when it was accepted, its outcome at each step, its attempts, and where it is now.
 
-    Searches the topics for its id; a fleet need not run. Status 1 when the id was not found.
+    Searches the topics for its id. Needs no running fleet. Status 1 when the id was not found.
     """
     file, now = load_found_pipes(pipes, data), time.time()
     try:

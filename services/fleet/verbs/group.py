@@ -56,13 +56,13 @@ APP.add_typer(GROUP, name="group")
 MAX_REASON = 500
 _64_BITS = 1 << 63
 
-Selected = Annotated[str | None, typer.Argument(metavar="[PIPE[/DESTINATION]]", help="Absent: every destination.")]
+Selected = Annotated[str | None, typer.Argument(metavar="[PIPE[/DESTINATION]]", help="Default: every destination.")]
 OneLane = Annotated[str, typer.Argument(metavar="PIPE/DESTINATION", help="The destination; or penstock/retrier.")]
 ToTime = Annotated[
     str | None,
     typer.Option(
         "--to",
-        help="The first event of this time: 2h (ago), or an RFC 3339 time. Event times count, on Kafka the time of storing.",
+        help="The first event of this time: 2h (ago), or RFC 3339. Event times count, on Kafka the times of storing.",
     ),
 ]
 ToOffset = Annotated[
@@ -70,8 +70,8 @@ ToOffset = Annotated[
     typer.Option(
         "--to-offset",
         metavar="[TOPIC:]PARTITION:OFFSET",
-        help="The next offset of one partition; others stay. Repeatable. "
-        "TOPIC: when the destination reads several, or of waiting events.",
+        help="The next offset of one partition; the others stay. Repeatable. With TOPIC if the destination reads several, or for "
+        "waiting events.",
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
@@ -234,7 +234,7 @@ def skip(
     reason: Annotated[str, typer.Option("--reason", help="The reason, for the audit.")],
     to: ToTime = None,
     to_offset: ToOffset = None,
-    to_end: Annotated[bool, typer.Option("--to-end", help="Behind the newest event.")] = False,
+    to_end: Annotated[bool, typer.Option("--to-end", help="After the newest event.")] = False,
     yes: Yes = False,
     pipes: Pipes = None,
     broker: BrokerUrl = None,
@@ -342,7 +342,7 @@ async def _wait_for_retries(broker: Broker, lane: Lane, moves: Sequence[Move]) -
     while (seconds := await retry_wait_s(broker, lane, moves)) > 0:
         print_note(
             f"Some of these events were written to the retry topic a moment ago, and expel would pass over them. "
-            f"Waiting {seconds:.0f} s. Ctrl-C ends this; nothing is changed before."
+            f"Waiting {seconds:.0f} s. Ctrl-C ends the command; nothing was changed yet."
         )
         await asyncio.sleep(seconds)
 
@@ -388,7 +388,9 @@ def _print(lane: Lane, moves: Sequence[Move], action: str, word: str, *, as_json
     if moves:
         print_note(f"{lane.name}: {_events(events)} {word}. Start the fleet again.", "green")
     else:
-        print_note(f"Nothing was changed: each partition of {lane.name} is there or beyond. Try: penstock group show")
+        print_note(
+            f"Nothing was changed: each partition of {lane.name} is at this position or past it. Try: penstock group show"
+        )
 
 
 def _events(count: int) -> str:

@@ -32,7 +32,7 @@ KeysPath = Annotated[
     typer.Option(
         "--keys",
         envvar="PENSTOCK_INGEST_KEYS",
-        help="The keys file that ingest reads; absent: that of the fleet on --data, else keys.yaml.",
+        help="The keys file that ingest reads. Default: that of the fleet on --data, else keys.yaml.",
     ),
 ]
 
@@ -66,9 +66,7 @@ def _read_end(text: str) -> str:
 
 @KEYS.command(epilog=example('penstock keys create --name "the orders service" --stream orders > orders.key'))
 def create(
-    stream: Annotated[
-        list[str], typer.Option("--stream", help="A stream that the key is for; repeat it for more; '*': all.")
-    ],
+    stream: Annotated[list[str], typer.Option("--stream", help="A stream of the key. Repeatable. '*': all streams.")],
     name: Annotated[str, typer.Option("--name", help="The owner of the key.")] = "",
     manage: Annotated[
         bool, typer.Option("--manage", help="The key may also register schemas of these streams.")
@@ -80,7 +78,7 @@ def create(
         str | None,
         typer.Option(
             "--expires",
-            help="When ingest begins to refuse the key: 2027-01-31 (00:00 UTC), a time, or 90d from now; absent: never.",
+            help="When ingest begins to refuse the key: 2027-01-31 (00:00 UTC), a time, or 90d from now. Default: never.",
         ),
     ] = None,
     keys: KeysPath = None,
@@ -119,7 +117,7 @@ def create(
 
 @KEYS.command("list", epilog=example("penstock keys list"))
 def list_keys(keys: KeysPath = None, data: Data = Path("data"), as_json: AsJson = False) -> None:
-    """List the keys; never their secrets."""
+    """List the keys, without their secrets."""
     found = load_keys(find_keys(keys, data))
     if as_json:
         typer.echo(json.dumps([key.model_dump(exclude={"hash"}) for key in found]))

@@ -46,10 +46,10 @@ def listen(
     ] = None,
     fail: Annotated[
         float | None,
-        typer.Option("--fail", min=0, max=1, help="Refuse this share of requests; with --status, absent: all."),
+        typer.Option("--fail", min=0, max=1, help="Refuse this share of requests. Default: none, with --status all."),
     ] = None,
     status: Annotated[
-        int | None, typer.Option("--status", min=300, max=599, help="The status of refused requests; absent: 503.")
+        int | None, typer.Option("--status", min=300, max=599, help="The status of refused requests. Default: 503.")
     ] = None,
     slow: Annotated[int, typer.Option("--slow", min=0, help="Milliseconds before each answer.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per event on stdout.")] = False,
@@ -101,7 +101,7 @@ async def _run(receiver: Receiver, host: str, port: int) -> None:
     )
     if receiver.without_id:
         print_note(
-            f"{receiver.without_id} events have no id in their body (json, ndjson): one that came in two requests counts as two",
+            f"{receiver.without_id} events have no id in their body (json, ndjson): an event in two requests counts as two",
             "yellow",
         )
 

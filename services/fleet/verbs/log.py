@@ -21,7 +21,7 @@ APP.add_typer(LOG, name="log")
 
 Folder = Annotated[
     Path | None,
-    typer.Argument(help="The log's folder; absent: `log` in the folder of --data.", exists=True, file_okay=False),
+    typer.Argument(help="The log's folder. Default: `log` in the folder of --data.", exists=True, file_okay=False),
 ]
 Topic = Annotated[str | None, typer.Option("--topic", help="Only this topic.")]
 
@@ -48,7 +48,7 @@ def repair(
     as_json: AsJson = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Accept the loss: keep the readable records, record the rest as gaps. The damaged files are kept in another place."""
+    """Accept the loss: keep the readable records, and record the rest as gaps. Keeps the damaged files, too, in another place."""
     path = find_log(folder, data)
     if not yes:
         confirm("Unreadable records are given up for good. Is the fleet stopped? Repair the log?")

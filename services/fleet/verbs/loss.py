@@ -35,7 +35,7 @@ _MINUTES = (
 def show(
     pipe: PipeArgument,
     since: Annotated[str | None, typer.Option("--from", help="First minute: 3h (ago), or an RFC 3339 time.")] = None,
-    until: Annotated[str | None, typer.Option("--to", help="Last minute; absent: this one.")] = None,
+    until: Annotated[str | None, typer.Option("--to", help="Last minute. Default: this one.")] = None,
     observer: ObserverAddress = None,
     token_file: ObserverToken = None,
     data: Data = Path("data"),

@@ -42,7 +42,7 @@ def migrate(
     ] = None,
     status: Annotated[bool, typer.Option("--status", help="Show where the stream lives. Changes nothing.")] = False,
     undo: Annotated[
-        bool, typer.Option("--undo", help="Give up a migration that has not handed over yet, and delete the copy.")
+        bool, typer.Option("--undo", help="End a migration before its hand-over, and delete the copy.")
     ] = False,
     finish: Annotated[
         bool, typer.Option("--finish", help="Delete the former topic of a stream that has moved.")
@@ -54,7 +54,7 @@ def migrate(
 ) -> None:
     """Move a stream, with its events and the positions of its readers, to another broker of the pipe file.
 
-    The fleet runs meanwhile. When the command is killed, the same command goes on. All services must run with a pipe file that
+    The fleet runs meanwhile. If the command is killed, run it again: it continues. All services must run with a pipe file that
     names the brokers.
     """
     if (to is not None) + status + undo + finish != 1:
@@ -100,7 +100,7 @@ async def _with_migration(
     except BadBrokerUrl as error:
         raise CommandFailed(str(error), status=2) from error
     except BrokerError as error:
-        raise CommandFailed(f"{stream}: {error}", "the same command again: it goes on") from error
+        raise CommandFailed(f"{stream}: {error}", "the same command again, which continues") from error
 
 
 def describe(result: Result, stream: str, *, in_file: str) -> list[str]:
@@ -109,7 +109,7 @@ def describe(result: Result, stream: str, *, in_file: str) -> list[str]:
     if home.state is not None:
         return [
             f"{stream} is being moved from {home.readers} to {home.to}: {home.state}. Its events are stored on {home.writers}",
-            f"Try: penstock migrate {stream} --to {home.to}, which goes on{', or --undo' if home.state != 'written' else ''}",
+            f"Try: penstock migrate {stream} --to {home.to}, which continues{', or --undo' if home.state != 'written' else ''}",
         ]
     lines = [f"{stream} lives on {home.readers}"]
     if result.events:
@@ -120,7 +120,7 @@ def describe(result: Result, stream: str, *, in_file: str) -> list[str]:
         )
     if result.late:
         lines.append(
-            f"{format_count(result.late, 'event')} came late to the former topic, and are stored in {stream}, maybe twice"
+            f"{format_count(result.late, 'event')} reached the former topic late, and were stored in {stream}, maybe twice"
         )
     if home.former:
         lines.append(

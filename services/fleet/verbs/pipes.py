@@ -49,7 +49,7 @@ streams:
     key: customer        # payload field with the ordering key
     time: time           # payload field with the event time (RFC 3339, or a number of s or ms)
     # For transforms: the fields of the payload as columns, in Spark's DDL. A field that an event lacks is null. With NOT NULL
-    # such an event is a dead letter instead: here nobody wants an order without amount to be dropped by WHERE unseen.
+    # such an event is a dead letter instead: otherwise WHERE would silently drop an order without amount.
     columns: id STRING, time STRING, customer STRING, amount DOUBLE NOT NULL
 
 # A pipe carries events from its sources through a transform, if it has one, to its destinations.
@@ -115,7 +115,7 @@ Allowed = Annotated[
     typer.Option(
         "--allow-networks",
         envvar="PENSTOCK_UP_ALLOW_NETWORKS",
-        help="Private networks that webhooks may reach, as for penstock up. Absent: those of the fleet that runs on --data.",
+        help="Private networks that webhooks may reach, as for penstock up. Default: those of the running fleet on --data.",
     ),
 ]
 
@@ -128,7 +128,7 @@ Allowed = Annotated[
 def init(
     path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("pipes.yaml"),
 ) -> None:
-    """Write a commented pipe file to start from. An existing file is not changed."""
+    """Write a first pipe file, with comments. An existing file is not changed."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(STARTER)
@@ -157,7 +157,7 @@ def check(
             "--config",
             envvar="PENSTOCK_CONFIG",
             metavar="FILE",
-            help="The settings file of penstock up: its allowed networks, and the Spark master of the transforms count here.",
+            help="The settings file of penstock up. Its allowed networks and the Spark master of the transforms are used.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -166,12 +166,12 @@ def check(
     there is one.
 
     It reads the names and types in `columns`, but does not analyse transforms: `penstock try` does. `not_analysed` in --json
-    lists the pipes that have one, and `modes` how each will run, as far as that shows without Spark. A changed transform is
-    compared with the state that the former one left, which takes Spark some seconds.
+    lists the pipes with a transform, and `modes` their modes, as far as known without Spark. A changed transform over several
+    events is compared with the state that the former one left, which takes Spark some seconds.
 
-    With a broker, also show what the file changes there: new destinations with the events that they will receive, and
-    destinations and pipes that are gone with what they leave behind. `partitions` in --json lists the topics with more
-    partitions than the file asks for, and who added them.
+    With a broker, also show the effects of the file there: new destinations with the events that they will receive, and
+    removed destinations and pipes with the events and dead letters that they leave. `partitions` in --json lists the topics
+    with more partitions than the file asks for, and who added them.
     """
     try:
         master = master_of_transforms(config)
@@ -297,7 +297,7 @@ def apply(
         typer.Option(
             "--broker",
             envvar="PENSTOCK_BROKER",
-            help="log:///path, kafka://host:port or kinesis://region, with ?prefix=acme. where fleets share it. Without it: the "
+            help="log:///path, kafka://host:port or kinesis://region, with ?prefix=acme. if fleets share it. Default: the "
             "broker of the fleet on --data.",
         ),
     ] = None,
@@ -312,7 +312,7 @@ def apply(
         bool,
         typer.Option(
             "--log-append-time",
-            help="On Kafka: let the retention of streams of Penstock 0.1 count from storing, once no service of it runs.",
+            help="On Kafka: count the retention of streams of Penstock 0.1 from storing. Only when no service of 0.1 runs.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -321,8 +321,8 @@ def apply(
 
     Topics with more partitions stay as they are. If the file renames a destination, stop the fleet first.
 
-    Status 2 when events wait for a destination that is neither in the file nor in its `removed`, or a pipe that is gone leaves
-    dead letters.
+    Status 2 when events wait for a destination that is neither in the file nor in its `removed`, or a removed pipe leaves dead
+    letters.
     """
     found = check_pipe_file(pipes, allow_networks=find_networks(allow_networks, data), secrets=False)
     url = find_broker(broker, data)

@@ -59,13 +59,13 @@ def planned_table(planned: Sequence[dict[str, Any]]) -> Table:
 def announce(
     kind: Annotated[str, typer.Argument(help="deploy, scaling or pause.")],
     duration: Annotated[str, typer.Option("--for", help="How long it lasts, 24h at most.")] = "10m",
-    pipe: Annotated[str | None, typer.Option(help="The pipe; absent: all pipes.")] = None,
+    pipe: Annotated[str | None, typer.Option(help="The pipe. Default: all pipes.")] = None,
     observer: ObserverAddress = None,
     token_file: ObserverToken = None,
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
-    """Announce an action that begins now. Missing events of these minutes raise no alarm."""
+    """Announce an action that begins now. Until it ends, missing events raise no alarm."""
     if kind not in KINDS:
         raise CommandFailed(f"{kind[:40]!r} is no kind of action", f"one of: {', '.join(KINDS)}", status=2)
     try:

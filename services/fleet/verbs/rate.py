@@ -20,7 +20,7 @@ from services.fleet.verbs.app import APP, AsJson, example
 
 @APP.command(epilog=example("penstock rate expel\npenstock rate ingest --size 2KB --batch 500 --config penstock.yaml"))
 def rate(
-    service: Annotated[str, typer.Argument(help=f"Which: {' or '.join(RIGS)}.")],
+    service: Annotated[str, typer.Argument(help=f"The service: {' or '.join(RIGS)}.")],
     size: Annotated[str, typer.Option("--size", help="The payload size of an event.")] = "300B",
     batch: Annotated[int, typer.Option("--batch", min=1, max=10_000, help="Events per request.")] = 100,
     first: Annotated[float, typer.Option("--first", min=1, help="Events per second in the first step.")] = 500.0,
@@ -32,7 +32,7 @@ def rate(
         ),
     ] = None,
     group: Annotated[
-        str | None, typer.Option("--group", help="The group's name in that file; absent: the service's name.")
+        str | None, typer.Option("--group", help="The group's name in the settings file. Default: the service's name.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

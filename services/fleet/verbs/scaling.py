@@ -46,7 +46,7 @@ Group = Annotated[str, typer.Argument(help="The group, e.g. expel; on AWS and Ku
 def freeze(
     group: Group,
     why: Annotated[str, typer.Option("--why", help="The reason, shown to other operators.")],
-    duration: Annotated[str | None, typer.Option("--for", help="How long, e.g. 2h; absent: until unfreeze.")] = None,
+    duration: Annotated[str | None, typer.Option("--for", help="How long, e.g. 2h. Default: until unfreeze.")] = None,
     observer: ObserverAddress = None,
     token_file: ObserverToken = None,
     broker: BrokerUrl = None,
@@ -55,8 +55,8 @@ def freeze(
 ) -> None:
     """Keep the size of a group. The autoscaler still decides, and shows its decisions, but orders nothing.
 
-    It takes effect before the next decision. The platform still replaces an instance that ends. The command needs the broker,
-    and no running fleet.
+    A freeze takes effect before the next decision. The platform still replaces an instance that ends. The command needs the
+    broker, and no running fleet.
     """
     if not why.strip():
         raise CommandFailed("--why is empty", '--why "the reason for other operators"', status=2)
@@ -154,7 +154,8 @@ def _change(
     ERR.print(words)
     if (there := known.on_platform(group)) is not None:
         print_note(
-            plain(f"As last reported it is {there}. To end that, remove the annotation or tag there", 700), "yellow"
+            plain(f"As last reported, {group} is {there}. To end that freeze, remove the annotation or tag there", 700),
+            "yellow",
         )
     if known.problem is not None and found is not None:
         print_note(f"Whether there is a group {plain(group, 63)} was not checked: {known.problem}", "yellow")

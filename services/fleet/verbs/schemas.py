@@ -35,14 +35,14 @@ RegistryUrl = Annotated[
     typer.Option(
         "--registry",
         envvar="PENSTOCK_REGISTRY",
-        help="The registry's URL; absent: that of the fleet on --data.",
+        help="The registry's URL. Default: that of the fleet on --data.",
     ),
 ]
 KeyFile = Annotated[Path | None, typer.Option("--key-file", help="A file with the API key; or set PENSTOCK_KEY.")]
 SubjectName = Annotated[
     str | None,
     typer.Option(
-        "--subject", help="The subject, e.g. clicks-value for the stream clicks; absent: the type's full name."
+        "--subject", help="The subject, e.g. clicks-value for the stream clicks. Default: the type's full name."
     ),
 ]
 SchemaFile = Annotated[Path, typer.Argument(help="A schema (.avsc) or a whole protocol (.avpr, .avdl).")]
@@ -134,7 +134,7 @@ def diff(
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
-    """Show the differences of two schemas, and the changes that end those that break a reader.
+    """Show the differences of two schemas, and changes that make them compatible.
 
     Status 0 when the level allows the change, 1 when it does not, 2 when a file is wrong.
     """

@@ -64,7 +64,7 @@ def send(
     url: Annotated[
         str | None,
         typer.Option(
-            "--url", envvar="PENSTOCK_URL", help="The address of ingest; absent: that of the fleet on --data."
+            "--url", envvar="PENSTOCK_URL", help="The address of ingest. Default: that of the fleet on --data."
         ),
     ] = None,
     key_file: Annotated[

@@ -42,7 +42,7 @@ FromFile = Annotated[
     list[str] | None,
     typer.Option(
         "--sample",
-        help="A JSON array, NDJSON, or either gzipped; -: standard input. For a pipe with several sources STREAM=FILE, repeated.",
+        help="A JSON array, NDJSON, or either gzipped; -: standard input. With several sources: STREAM=FILE, repeatable.",
     ),
 ]
 FromStream = Annotated[
@@ -51,7 +51,7 @@ FromStream = Annotated[
         "--from-stream",
         min=1,
         max=MOST_EVENTS,
-        help="The newest N events of each of its streams (on Kinesis the oldest). The fleet may run or not.",
+        help="The newest N events of each source (on Kinesis the oldest). The fleet need not run.",
     ),
 ]
 
