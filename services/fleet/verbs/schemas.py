@@ -21,7 +21,7 @@ from services.fleet.dead.view import plain
 from services.fleet.problem import CommandFailed, unreadable_file
 from services.fleet.registry_client import Registry, ask, find_registry
 from services.fleet.verbs.app import APP, AsJson, Data, example
-from services.fleet.verbs.send import read_api_key
+from services.fleet.verbs.send import KeyFile, read_api_key
 
 SCHEMAS = typer.Typer(help="Avro schemas of streams, in the registry: register, check, compare.", no_args_is_help=True)
 APP.add_typer(SCHEMAS, name="schemas")
@@ -38,7 +38,6 @@ RegistryUrl = Annotated[
         help="The registry's URL; absent: that of the fleet on --data.",
     ),
 ]
-KeyFile = Annotated[Path | None, typer.Option("--key-file", help="A file with the API key; or set PENSTOCK_KEY.")]
 SubjectName = Annotated[
     str | None,
     typer.Option(

@@ -25,7 +25,6 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.dead_letter import DeadLetter, Position, event_time
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
 from services.core.pipes import load_pipes
-from services.core.provision import ensure_topics
 from services.core.retry_state import RetryState, wrap
 from services.core.snapshot import read_contents, write_snapshot
 from services.core.state_plan import StatePlan
@@ -46,9 +45,7 @@ from services.fleet.offsets import (
 )
 from services.fleet.problem import CommandFailed
 from tests.support.waiting_events import stored
-from tests.unit.fleet.test_cli import Shell, shell
-
-__all__ = ["shell"]
+from tests.unit.fleet.conftest import Shell, make_fleet
 
 HOOK = "webhook: {url: 'https://example.org/'}"
 PIPES = f"""\
@@ -73,13 +70,10 @@ def event(partition: int, number: int) -> Record:
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log with events in both partitions of `s`. a/crm has delivered four of partition 0, and two of partition 1."""
-    folder = tmp_path_factory.mktemp("template")
-    (folder / "pipes.yaml").write_text(PIPES)
-    pipes = load_pipes(folder / "pipes.yaml")
+    folder = make_fleet(tmp_path_factory.mktemp("template"), PIPES)
 
     async def make() -> None:
         async with open_broker(f"log://{folder}/data/log") as broker, Producer(broker.appender) as producer:
-            await ensure_topics(broker.admin, pipes)
             events = {number: [event(number, n) for n in range(EVENTS)] for number in (0, 1)}
             (await producer.send_to("s", events)).raise_first()
             await broker.admin.set_committed("a.crm", "s", {0: 3, 1: 1})
@@ -182,7 +176,7 @@ def test_reset_goes_back(shell: Shell, url: str) -> None:
 def test_reset_of_a_destination_that_has_not_begun(shell: Shell) -> None:
     """Broken: an operator reads that nothing had to be changed, and the destination begins somewhere else."""
     assert shell.run("group", "reset", "a/erp", "--to", format_time(BASE + 3000), "--yes") == 1
-    assert "a/erp has not begun to read, so it cannot go back Try: start the fleet" in " ".join(shell.err.split())
+    assert "a/erp has not begun to read, so it cannot go back Try: start the fleet" in shell.said
     assert shell.run("group", "reset", "a/erp", "--to-earliest", "--yes") == 0
 
 
@@ -263,7 +257,7 @@ def test_over_records_that_are_gone(shell: Shell, url: str) -> None:
 def test_mistakes(shell: Shell, url: str, command: str, words: str) -> None:
     """Broken: a slip of the pen moves a group to a place that nobody meant."""
     assert shell.run("group", *(word.strip("'") for word in command.split())) == 2
-    assert words in " ".join(shell.err.replace("│", " ").split())
+    assert words in shell.said
     assert asyncio.run(positions(url)) == {0: 4, 1: 2}
 
 
@@ -575,16 +569,14 @@ def test_a_transform_begins_again(shell: Shell, tmp_path: Path) -> None:
     """Broken: to transform all events again, an operator renames folders, perhaps below a running transform."""
     reset, folder = ("group", "reset", "sums", "--to-earliest", "--yes"), tmp_path / "data" / "checkpoints" / "sums"
     assert shell.run(*reset) == 1
-    assert "there is no checkpoint in data/checkpoints/sums, and the transform has not begun" in " ".join(
-        shell.err.split()
-    )
+    assert "there is no checkpoint in data/checkpoints/sums, and the transform has not begun" in shell.said
     folder.mkdir(parents=True)
     (folder / "penstock.lock").write_text("4711\n")
     (folder / "penstock.json").write_text("{}")
     with (folder / "penstock.lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert shell.run(*reset) == 1
-        assert "the transform of sums runs Try: stop the fleet" in " ".join(shell.err.split())
+        assert "the transform of sums runs Try: stop the fleet" in shell.said
         assert folder.exists()
     assert shell.run(*reset, "--json") == 0
     said = json.loads(shell.out)
@@ -616,7 +608,7 @@ def test_a_transform_begins_at_a_time(shell: Shell, tmp_path: Path, url: str) ->
     said = json.loads(shell.out)
     assert (said["events"], said["at_least"], said["older_events"]) == (2 * 3, True, 2 * 7)
     assert (said["since"], said["former"]) == (format_time(BASE + 7000), Path(said["checkpoint"]).name)
-    words = " ".join(shell.err.split())
+    words = shell.said
     assert "or at the position of its former checkpoint, if that comes first" in words
     assert "Of 14 older events, it leaves out those that it has transformed." in words
     assert shell.run("dead", "audit", "--json") == 0
@@ -638,9 +630,7 @@ def test_a_transform_begins_at_a_time(shell: Shell, tmp_path: Path, url: str) ->
     assert "2999-01-01T00:00:00Z is in the future" in shell.err
     asyncio.run(mark(StatePlan([], {}, ["s"], "", "4.2.0", "")))
     assert shell.run(*since) == 2
-    assert "kept state over several events, which a reset to a time would lose Try: --to-earliest" in " ".join(
-        shell.err.split()
-    )
+    assert "kept state over several events, which a reset to a time would lose Try: --to-earliest" in shell.said
 
 
 def test_a_transform_without_its_checkpoint_begins_at_a_time(shell: Shell) -> None:
@@ -651,10 +641,10 @@ def test_a_transform_without_its_checkpoint_begins_at_a_time(shell: Shell) -> No
     assert (said["events"], said["at_least"], said["older_events"], said["former"]) == (2 * 3, False, 2 * 7, None)
     assert (
         "Its former checkpoint is not here, so it leaves out 14 older events, also events that it never transformed"
-        in (" ".join(shell.err.split()))
+        in shell.said
     )
     assert shell.run(*since) == 0
-    assert "sums: 6 events will be transformed again" in " ".join(shell.err.split())
+    assert "sums: 6 events will be transformed again" in shell.said
 
 
 @pytest.mark.parametrize(
@@ -676,7 +666,7 @@ def test_a_checkpoint_that_refuses_a_time_stays(
         folder.rmdir()
     (folder.parent / "penstock.json").write_text(IDENTITY.removesuffix("}") + changed)
     assert shell.run("group", "reset", "sums", "--to", format_time(BASE + 7000), "--yes") == 2
-    said = " ".join(shell.err.split())
+    said = shell.said
     assert words in said
     assert "Try: --to-earliest" in said
     assert folder.parent.exists()
@@ -712,7 +702,7 @@ def test_a_second_reset_from_elsewhere(shell: Shell, tmp_path: Path, url: str, m
     former = json.loads(shell.out)["former"]
     monkeypatch.setenv("PENSTOCK_TRANSFORM_CHECKPOINTS", str(tmp_path / "laptop"))
     assert shell.run(*since) == 0
-    assert f"{former} is not here; --to-earliest does not need it" in " ".join(shell.err.split())
+    assert f"{former} is not here; --to-earliest does not need it" in shell.said
     assert json.loads(shell.out)["former"] == former
     assert (mark := read_mark(url)) is not None
     assert mark.former == former
@@ -740,7 +730,7 @@ def test_checkpoints_that_are_elsewhere(
     said = json.loads(shell.out)
     assert (said["checkpoint"] or "").startswith(str(tmp_path / "elsewhere" / "sums.")) == (setting != "s3")
     assert (said["former"] is None) == (setting == "s3")
-    words = " ".join(shell.err.split())
+    words = shell.said
     assert ("sums was not looked at. If a checkpoint is still there" in words) == (setting == "s3")
     assert "There is no checkpoint" not in words
     assert (tmp_path / "data" / "checkpoints" / "sums").exists(), "nobody uses it"
@@ -764,7 +754,7 @@ def test_a_transform_whose_checkpoint_is_lost_begins_again(shell: Shell, tmp_pat
     if folder == "there":
         (place / "penstock.json").touch()
     assert shell.run("group", "reset", "sums", "--to-earliest", "--yes", "--json") == 0
-    words = " ".join(shell.err.split())
+    words = shell.said
     assert ("with checkpoint 0123. If that checkpoint is elsewhere, the transform continues with it" in words) == (
         folder != "there"
     )

@@ -10,14 +10,10 @@ import pytest
 
 from services.core.broker.connect import open_broker
 from services.core.pauses import Pauses
-from services.core.pipes import load_pipes
-from services.core.provision import ensure_topics
 from services.core.scrape import Sample
 from services.core.snapshot import read_contents, write_snapshot
 from services.fleet.verbs.destination import list_deliveries
-from tests.unit.fleet.test_cli import Shell, shell
-
-__all__ = ["shell"]
+from tests.unit.fleet.conftest import Shell, make_fleet
 
 HOOK = "webhook: {url: 'https://example.org/'}"
 PIPES = f"""\
@@ -31,15 +27,7 @@ pipes:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "pipes.yaml").write_text(PIPES)
-    pipes = load_pipes(tmp_path / "pipes.yaml")
-
-    async def make() -> None:
-        async with open_broker(f"log://{tmp_path}/data/log") as broker:
-            await ensure_topics(broker.admin, pipes)
-
-    asyncio.run(make())
-    return tmp_path
+    return make_fleet(tmp_path, PIPES)
 
 
 def listed(shell: Shell) -> dict[str, str]:

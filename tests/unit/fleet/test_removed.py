@@ -10,7 +10,6 @@ from services.core.broker.connect import open_broker
 from services.core.broker.record import TopicPartition
 from services.core.dead_letter import DeadLetter, Position, make_dead_letter
 from services.core.pipes import load_pipes
-from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
 from services.core.snapshot import read_contents, write_snapshot
 from services.core.topic_names import RETRIER_GROUP, delay_topic
@@ -20,9 +19,7 @@ from services.fleet.plan import make_plan
 from services.fleet.settings import UpSettings
 from services.fleet.topics import PreparedTopics, prepare
 from tests.support.waiting_events import store, stored, waiting_event
-from tests.unit.fleet.test_cli import Shell, shell
-
-__all__ = ["shell"]
+from tests.unit.fleet.conftest import Shell, make_fleet
 
 HOOK = "webhook: {url: 'https://example.org/'}"
 BEFORE = f"streams: {{s: {{}}}}\npipes:\n  late: {{sources: [s], destinations: [{{name: old, {HOOK}}}]}}\n"
@@ -32,14 +29,10 @@ AFTER = f"streams: {{s: {{}}}}\npipes:\n  late: {{sources: [s], destinations: [{
 @pytest.fixture(autouse=True)
 def url(tmp_path: Path) -> str:
     """A fleet that had `late/old`, for which two events wait; the file has `late/new` in its place."""
-    url = f"log://{tmp_path}/data/log"
-    (tmp_path / "pipes.yaml").write_text(BEFORE)
-
-    pipes = load_pipes(tmp_path / "pipes.yaml")
+    url = f"log://{make_fleet(tmp_path, BEFORE)}/data/log"
 
     async def make() -> None:
         async with open_broker(url) as broker:
-            await ensure_topics(broker.admin, pipes)
             await store(broker, delay_topic(64), [waiting_event("late/old", 1)])
             await store(broker, "late.parked", [waiting_event("late/old", 2)])
 
@@ -52,14 +45,9 @@ def test_refused_until_it_is_told(shell: Shell, tmp_path: Path, url: str) -> Non
     """Broken: a destination is taken out of the file, and what waited for it ends unseen with a topic's retention."""
     for verb in (["check"], ["check", "--broker", url], ["apply", "--broker", url]):
         assert shell.run(*verb) == 2
-        words = (
-            "removed.late/old: 2 events wait (1 in penstock.delay-64s, 1 in late.parked) for late/old.   This file no"
-        )
-        assert words in shell.err.replace("\n", " ")
-        assert (
-            "Try: put it back.   Or, if it has another name now, add there: renamed_from: old   Or decide"
-            in shell.err.replace("\n", " ")
-        )
+        words = "removed.late/old: 2 events wait (1 in penstock.delay-64s, 1 in late.parked) for late/old. This file no"
+        assert words in shell.said
+        assert "Try: put it back. Or, if it has another name now, add there: renamed_from: old Or decide" in shell.said
     assert shell.run("check", "--json") == 2
     (problem,) = json.loads(shell.out)["problems"]
     assert (problem["key"], problem["where"]) == ("removed.late/old", "pipes.yaml")
@@ -68,9 +56,7 @@ def test_refused_until_it_is_told(shell: Shell, tmp_path: Path, url: str) -> Non
         assert shell.run("check", "--json") == 0
         assert json.loads(shell.out)["waiting"] == {"removed": {"late/old": 2}}
         assert shell.run("apply", "--broker", url) == 0
-        assert "2 events wait (1 in penstock.delay-64s, 1 in late.parked) for late/old: " in shell.err.replace(
-            "\n", " "
-        )
+        assert "2 events wait (1 in penstock.delay-64s, 1 in late.parked) for late/old: " in shell.said
     (tmp_path / "pipes.yaml").write_text(BEFORE)
     assert shell.run("check") == 0
 
@@ -87,7 +73,7 @@ def test_an_entry_that_is_done_can_go(shell: Shell, tmp_path: Path) -> None:
     """Broken: nobody knows when all of it has gone where it was to go."""
     (tmp_path / "pipes.yaml").write_text(f"{AFTER}removed: {{late/older: {{drop: why}}, late/old: {{drop: why}}}}\n")
     assert shell.run("check") == 0
-    assert "nothing waits for late/older any more" in shell.err.replace("\n", " ")
+    assert "nothing waits for late/older any more" in shell.said
 
 
 @pytest.mark.parametrize(
@@ -106,7 +92,7 @@ def test_what_cannot_be_meant_is_refused(shell: Shell, tmp_path: Path, removed: 
     """Broken: a typo buries or drops, or sends to nobody."""
     (tmp_path / "pipes.yaml").write_text(f"{AFTER}removed: {removed}\n")
     assert shell.run("check") == 2
-    assert words in shell.err.replace("\n", " ")
+    assert words in shell.said
 
 
 def test_nothing_is_changed_before_it_is_told(tmp_path: Path, url: str) -> None:
@@ -210,9 +196,7 @@ def test_what_was_not_read_of_a_stream_is_said_once(shell: Shell, tmp_path: Path
     asyncio.run(deliver(url, "late/old", 6))
     file.write_text(AFTER)
     assert shell.run("check", "--broker", url) == 2
-    assert "removed.late/old: 3 events of s not yet delivered to late/old.   This file no" in shell.err.replace(
-        "\n", " "
-    )
+    assert "removed.late/old: 3 events of s not yet delivered to late/old. This file no" in shell.said
     with pytest.raises(BadConfiguration, match=r"removed\.late/old"):
         prepared(url, file)
     file.write_text(f"{AFTER}removed: {{late/old: {{drop: they left}}}}\n")

@@ -28,9 +28,7 @@ from services.fleet.problem import CommandFailed
 from services.fleet.topics import check_changes, prepare
 from tests.support.dead_letters import dead_letter
 from tests.support.waiting_events import store, stored, waiting_event
-from tests.unit.fleet.test_cli import Shell, shell
-
-__all__ = ["shell"]
+from tests.unit.fleet.conftest import Shell
 
 HOOK = "webhook: {url: 'https://example.org/'}"
 
@@ -91,7 +89,7 @@ class Site:
     def check(self, *flags: str) -> tuple[int, str]:
         """The status, and all lines but the first."""
         status = self._shell.run("check", *flags)
-        return status, self._shell.err.replace("\n", " ")
+        return status, self._shell.said
 
     def changes(self) -> list[dict[str, object]]:
         assert self._shell.run("check", "--json") == 0
@@ -136,7 +134,7 @@ def test_a_new_name_without_a_word_would_get_everything(site: Site, shell: Shell
     )
     site.write(one_pipe("late", ["name: new"]))
     assert shell.run("apply") == 0, "it finds the log of the fleet on --data"
-    assert words in shell.err.replace("\n", " ")
+    assert words in shell.said
     assert "late/new: new destination, will receive 2,800 events of s" in site.check()[1], "it has not begun"
 
 
@@ -288,7 +286,7 @@ def test_offsets_are_not_moved_before_a_takeover(site: Site, shell: Shell) -> No
     site.write(one_pipe("late", ["name: new, renamed_from: old"]))
     for move in (("skip", "--to-end", "--reason", "why"), ("reset", "--to-earliest")):
         assert shell.run("group", move[0], "late/new", *move[1:], "--yes") == 1
-        assert "late/new gets the position of late/old first, and has not got it yet" in shell.err.replace("\n", " ")
+        assert "late/new gets the position of late/old first, and has not got it yet" in shell.said
     assert site.records("penstock.telemetry") == []
     site.start()
     assert shell.run("group", "reset", "late/new", "--to-earliest", "--yes") == 0
@@ -365,7 +363,7 @@ def test_contradictions_are_refused(shell: Shell, tmp_path: Path, text: str, wor
     """Broken: two destinations would get the events of one, or one that still runs gives them away."""
     (tmp_path / "pipes.yaml").write_text(text)
     assert shell.run("check") == 2
-    assert words in shell.err.replace("\n", " ")
+    assert words in shell.said
 
 
 def test_a_former_name_is_no_part_of_the_definition(tmp_path: Path) -> None:
@@ -508,7 +506,7 @@ def test_letters_of_a_removed_pipe_go_to_another_destination(site: Site, shell: 
     assert "2 dead letters for old, 1 cause\n" in shell.err
     assert shell.run("dead", "redrive", "--pipe", "late") == 1
     assert "unknown_destination 2, e.g. late.dead:0:0: the pipe file no longer has this destination. Try: --to" in (
-        shell.err.replace("\n", " ")
+        shell.said
     )
     assert shell.run("dead", "redrive", "--pipe", "late", "--to", "shop/nobody") == 2
     assert "has no such webhook" in shell.err

@@ -9,14 +9,10 @@ import pytest
 
 from services.core.audit import Entry
 from services.core.broker.connect import open_broker
-from services.core.pipes import load_pipes
-from services.core.provision import ensure_topics
 from services.fleet.dead.audit import read_audit
 from services.fleet.observer_client import Observer
 from services.fleet.verbs import scaling
-from tests.unit.fleet.test_cli import Shell, shell
-
-__all__ = ["shell"]
+from tests.unit.fleet.conftest import Shell, make_fleet
 
 PIPES = """\
 streams: {s: {}}
@@ -41,15 +37,7 @@ EXPEL: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "pipes.yaml").write_text(PIPES)
-    pipes = load_pipes(tmp_path / "pipes.yaml")
-
-    async def make() -> None:
-        async with open_broker(f"log://{tmp_path}/data/log") as broker:
-            await ensure_topics(broker.admin, pipes)
-
-    asyncio.run(make())
-    return tmp_path
+    return make_fleet(tmp_path, PIPES)
 
 
 @pytest.fixture
