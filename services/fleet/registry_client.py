@@ -17,8 +17,6 @@ _WRONG_INPUT = frozenset({400, 404, 413, 415, 422})
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """The registry's URL and the API key for it."""
-
     url: str
     key: str | None = field(default=None, repr=False)
 

@@ -100,7 +100,6 @@ def _contents(manifest: Manifest) -> str:
 
 
 def topic_table(topics: Sequence[TopicCopy]) -> Table:
-    """One row per topic of the log in a backup."""
     table = make_table(
         "topic", "partitions", "records", "highest offset", right=("partitions", "records", "highest offset")
     )
