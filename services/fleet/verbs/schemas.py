@@ -196,7 +196,7 @@ def show(
     _, answer = uvloop.run(ask(_target(registry, key_file, data), "GET", f"/v1/subjects/{quote(name, safe='')}"))
     if version:
         one = _find_version(answer, version)
-        typer.echo(json.dumps(one) if as_json else _pretty(one["schema"]))
+        typer.echo(json.dumps(one) if as_json else json.dumps(json.loads(one["schema"]), indent=2, ensure_ascii=False))
         return
     if as_json:
         typer.echo(json.dumps(answer))
@@ -317,7 +317,3 @@ def _find_version(answer: dict[str, Any], version: str) -> dict[str, Any]:
             f"{answer['subject']} has no version {version}", f"1 to {len(answer['versions'])}", status=2
         )
     return dict(found[0])
-
-
-def _pretty(schema: str) -> str:
-    return json.dumps(json.loads(schema), indent=2, ensure_ascii=False)
