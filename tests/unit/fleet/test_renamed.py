@@ -89,7 +89,7 @@ class Site:
     def check(self, *flags: str) -> tuple[int, str]:
         """The status, and all lines but the first."""
         status = self._shell.run("check", *flags)
-        return status, self._shell.said
+        return status, self._shell.err.replace("\n", " ")
 
     def changes(self) -> list[dict[str, object]]:
         assert self._shell.run("check", "--json") == 0
