@@ -54,3 +54,13 @@ def make_fleet(folder: Path, text: str) -> Path:
 
     asyncio.run(make())
     return folder
+
+
+def commit(url: str, group: str, topic: str, offset: int) -> None:
+    """As a group that has settled partition 0 up to this offset, and was stopped then."""
+
+    async def work() -> None:
+        async with open_broker(url) as broker:
+            await broker.admin.set_committed(group, topic, {0: offset})
+
+    asyncio.run(work())

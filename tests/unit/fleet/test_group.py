@@ -7,11 +7,10 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Iterable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
@@ -45,7 +44,7 @@ from services.fleet.offsets import (
 )
 from services.fleet.problem import CommandFailed
 from tests.support.waiting_events import stored
-from tests.unit.fleet.conftest import Shell, make_fleet
+from tests.unit.fleet.conftest import Shell, commit, make_fleet
 
 HOOK = "webhook: {url: 'https://example.org/'}"
 PIPES = f"""\
@@ -200,12 +199,7 @@ def test_skip_is_counted_with_its_reason(shell: Shell, url: str) -> None:
 
 def test_over_records_that_are_gone(shell: Shell, url: str) -> None:
     """Broken: a partition that stopped, because retention deleted unread events, cannot continue by a command."""
-
-    async def lose() -> None:
-        async with open_broker(url) as broker:
-            await broker.admin.set_committed("a.crm", "s", {0: 99})
-
-    asyncio.run(lose())
+    commit(url, "a.crm", "s", 99)
     assert shell.run("group", "reset", "a/crm", "--to-offset", f"0:{EVENTS}", "--yes") == 0
     assert asyncio.run(positions(url)) == {0: EVENTS, 1: 2}
     assert read_all(url)[1][0].ranges == []
@@ -284,13 +278,10 @@ async def test_refused_while_it_runs(url: str, tmp_path: Path) -> None:
     """Broken: a running destination undoes the move, or its events are called skipped and are delivered."""
     (lane,) = find_lanes(await asyncio.to_thread(load_pipes, tmp_path / "pipes.yaml"), "a/crm")
 
-    async def ignore(_: Iterable[TopicPartition]) -> None:
-        pass
-
     async with open_broker(url) as broker, Producer(broker.appender) as producer:
         back = await plan_moves(broker, lane, "earliest", "reset")
         on = await plan_moves(broker, lane, "end", "skip")
-        async with broker.consumer("a.crm", ["s"], start="earliest", on_revoke=ignore):
+        async with broker.consumer("a.crm", ["s"], start="earliest", on_revoke=AsyncMock()):
             with pytest.raises(CommandFailed, match=r"a/crm runs: its group a\.crm has living members") as refused:
                 await require_no_members(broker, lane)
             assert refused.value.remedy.startswith("stop the fleet")
@@ -310,9 +301,6 @@ async def test_a_destination_that_starts_during_a_skip(url: str, tmp_path: Path)
     """Broken: the operator is told that nothing happened, and the loss table says that the events are skipped."""
     (lane,) = find_lanes(await asyncio.to_thread(load_pipes, tmp_path / "pipes.yaml"), "a/crm")
 
-    async def ignore(_: Iterable[TopicPartition]) -> None:
-        pass
-
     async with AsyncExitStack() as stack:
         broker = await stack.enter_async_context(open_broker(url))
         producer: Any = await stack.enter_async_context(Producer(broker.appender))
@@ -320,7 +308,7 @@ async def test_a_destination_that_starts_during_a_skip(url: str, tmp_path: Path)
         class StartsWhileItReports:
             async def send_to(self, topic: str, records: Any) -> Any:
                 found = await producer.send_to(topic, records)
-                consumer = broker.consumer("a.crm", ["s"], start="earliest", on_revoke=ignore)
+                consumer = broker.consumer("a.crm", ["s"], start="earliest", on_revoke=AsyncMock())
                 await stack.enter_async_context(consumer)
                 return found
 
@@ -450,13 +438,10 @@ async def test_waiting_events_do_not_move_while_the_retrier_runs(url: str, tmp_p
     """Broken: a retrier that runs undoes the move, or an event is moved on and is a dead letter too."""
     (lane,) = find_lanes(await asyncio.to_thread(load_pipes, tmp_path / "pipes.yaml"), "penstock/retrier")
 
-    async def ignore(_: Iterable[TopicPartition]) -> None:
-        pass
-
     async with open_broker(url) as broker, Producer(broker.appender) as producer:
         (await producer.send_to(RETRY_IN, {0: [waiting("a/crm", 1)]})).raise_first()
         moves = await plan_moves(broker, lane, {TopicPartition(RETRY_IN, 0): 1}, "skip")
-        async with broker.consumer(RETRIER_GROUP, [RETRY_IN], start="earliest", on_revoke=ignore):
+        async with broker.consumer(RETRIER_GROUP, [RETRY_IN], start="earliest", on_revoke=AsyncMock()):
             with pytest.raises(CommandFailed, match=r"its group penstock\.retrier has living members") as refused:
                 await skip_events(broker, producer, lane, moves, "me@here", "why")
         assert "services.global_retrier" in refused.value.remedy

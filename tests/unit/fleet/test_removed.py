@@ -19,7 +19,7 @@ from services.fleet.plan import make_plan
 from services.fleet.settings import UpSettings
 from services.fleet.topics import PreparedTopics, prepare
 from tests.support.waiting_events import store, stored, waiting_event
-from tests.unit.fleet.conftest import Shell, make_fleet
+from tests.unit.fleet.conftest import Shell, commit, make_fleet
 
 HOOK = "webhook: {url: 'https://example.org/'}"
 BEFORE = f"streams: {{s: {{}}}}\npipes:\n  late: {{sources: [s], destinations: [{{name: old, {HOOK}}}]}}\n"
@@ -114,12 +114,7 @@ def test_nothing_is_changed_before_it_is_told(tmp_path: Path, url: str) -> None:
 def test_the_retrier_runs_where_its_topics_exist(tmp_path: Path, url: str, settled: int) -> None:
     """Broken: the last schedule is turned off, and every event that waits in a delay topic, or whose append arrives after `up`
     looked, stays there for ever."""
-
-    async def settle() -> None:
-        async with open_broker(url) as broker:
-            await broker.admin.set_committed(RETRIER_GROUP, delay_topic(64), {0: settled})
-
-    asyncio.run(settle())
+    commit(url, RETRIER_GROUP, delay_topic(64), settled)
     (tmp_path / "pipes.yaml").write_text(BEFORE.replace("'}", "', schedule: []}"))
     pipes = load_pipes(tmp_path / "pipes.yaml")
     topics = asyncio.run(prepare(url, pipes, tmp_path / "pipes.yaml")).topics
@@ -172,12 +167,6 @@ def test_a_redrive_follows_the_new_name(tmp_path: Path) -> None:
             assert unwrap(aimed.record)[1].destination == expected
 
 
-async def deliver(url: str, lane: str, up_to: int) -> None:
-    """As a lane that was stopped when it had delivered the stream up to there."""
-    async with open_broker(url) as broker:
-        await broker.admin.set_committed(lane.replace("/", "."), "s", {0: up_to})
-
-
 async def fill(url: str) -> None:
     async with open_broker(url) as broker:
         await store(broker, "s", [waiting_event("late/any", number) for number in range(10)])
@@ -193,7 +182,7 @@ def test_what_was_not_read_of_a_stream_is_said_once(shell: Shell, tmp_path: Path
     file.write_text(BEFORE)
     prepared(url, file)
     asyncio.run(fill(url))
-    asyncio.run(deliver(url, "late/old", 6))
+    commit(url, "late.old", "s", 6)
     file.write_text(AFTER)
     assert shell.run("check", "--broker", url) == 2
     assert "removed.late/old: 3 events of s not yet delivered to late/old. This file no" in shell.said
@@ -212,7 +201,7 @@ def test_renamed_and_renamed_back(tmp_path: Path) -> None:
     file.write_text(BEFORE)
     prepared(url, file)
     asyncio.run(fill(url))
-    asyncio.run(deliver(url, "late/old", 2))
+    commit(url, "late.old", "s", 2)
     file.write_text(f"{AFTER}removed: {{late/old: {{deliver_to: late/new}}}}\n")
     prepared(url, file)
 
@@ -221,7 +210,7 @@ def test_renamed_and_renamed_back(tmp_path: Path) -> None:
             return await broker.admin.committed(group, "s")
 
     assert asyncio.run(read("late.new")) == {0: 2}
-    asyncio.run(deliver(url, "late/new", 7))
+    commit(url, "late.new", "s", 7)
     file.write_text(f"{BEFORE}removed: {{late/new: {{deliver_to: late/old}}}}\n")
     assert prepared(url, file).waiting.undelivered == {"late/new": {"s": 2}}
     assert asyncio.run(read("late.old")) == {0: 7}

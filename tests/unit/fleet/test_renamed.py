@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -28,7 +29,7 @@ from services.fleet.problem import CommandFailed
 from services.fleet.topics import check_changes, prepare
 from tests.support.dead_letters import dead_letter
 from tests.support.waiting_events import store, stored, waiting_event
-from tests.unit.fleet.conftest import Shell
+from tests.unit.fleet.conftest import Shell, commit
 
 HOOK = "webhook: {url: 'https://example.org/'}"
 
@@ -65,12 +66,7 @@ class Site:
 
     def deliver(self, lane: str, up_to: int) -> None:
         """As a lane that was stopped when it had delivered its stream up to there."""
-
-        async def work() -> None:
-            async with open_broker(self.url) as broker:
-                await broker.admin.set_committed(lane.replace("/", "."), "s", {0: up_to})
-
-        asyncio.run(work())
+        commit(self.url, lane.replace("/", "."), "s", up_to)
 
     def position(self, lane: str) -> int | None:
         async def work() -> int | None:
@@ -106,10 +102,6 @@ def site(tmp_path: Path, shell: Shell) -> Site:
     site.send(2800)
     site.deliver("late/old", 2799)
     return site
-
-
-async def ignore(_partitions: object) -> None:
-    """Nothing is in flight."""
 
 
 def letter(pipe: str, destination: str, number: int) -> Record:
@@ -419,12 +411,7 @@ def test_parked_events_of_a_former_name_are_counted_once(site: Site, shell: Shel
     assert parked() == [3, 0]
     site.start()
     site.put("late.parked", [waiting_event("late/new", number) for number in range(3)])  # as expel takes them over
-
-    async def settle() -> None:
-        async with open_broker(site.url) as broker:
-            await broker.admin.set_committed("late.old", "late.parked", {0: 2})
-
-    asyncio.run(settle())
+    commit(site.url, "late.old", "late.parked", 2)
     assert parked() == [3, 0]
 
 
@@ -650,7 +637,7 @@ def test_a_name_that_comes_back(site: Site) -> None:
         pipes = await asyncio.to_thread(load_pipes, site.path)
         async with (
             open_broker(site.url) as broker,
-            broker.consumer("late.old", ["s"], start="earliest", on_revoke=ignore) as consumer,
+            broker.consumer("late.old", ["s"], start="earliest", on_revoke=AsyncMock()) as consumer,
         ):
             await consumer.poll(max_records=1, max_wait=0.1)
             return [change.kind for change in (await find_changes(broker, pipes, site.path, None)).lines]
@@ -667,15 +654,12 @@ def test_retention_by_the_clients_clocks_is_told(site: Site, shell: Shell, monke
     site.start()
     assert "LogAppendTime" not in site.check()[1]
 
-    async def find(_: LogAdmin, topics: Collection[str]) -> frozenset[str]:
-        return frozenset(topics)
-
     altered: list[str] = []
 
     async def alter(_: LogAdmin, topics: Collection[str]) -> None:
         altered.extend(topics)
 
-    monkeypatch.setattr(LogAdmin, "kept_by_event_time", find)
+    monkeypatch.setattr(LogAdmin, "kept_by_event_time", AsyncMock(side_effect=frozenset))
     monkeypatch.setattr(LogAdmin, "keep_by_storing", alter)
     assert "s: Kafka counts its retention from the clients' clocks" in site.check()[1]
     assert altered == []
@@ -718,7 +702,7 @@ def test_a_takeover_while_the_group_has_members(site: Site, monkeypatch: pytest.
         pipes = await asyncio.to_thread(load_pipes, site.path)
         async with (
             open_broker(site.url) as broker,
-            broker.consumer("late.old", ["s"], start="earliest", on_revoke=ignore) as consumer,
+            broker.consumer("late.old", ["s"], start="earliest", on_revoke=AsyncMock()) as consumer,
         ):
             await consumer.poll(max_records=1, max_wait=0.1)
             with pytest.raises(CommandFailed, match="a destination cannot take over its position"):
