@@ -2,14 +2,21 @@
 
 import asyncio
 import sys
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from services.core.broker.connect import open_broker
+from services.core.broker.contract import Broker
+from services.core.broker.record import Record
 from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
 from services.fleet.cli import main
+from tests.support.waiting_events import store
+
+T = TypeVar("T")
 
 
 class Shell:
@@ -43,24 +50,29 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
     return Shell(monkeypatch, capsys)
 
 
+def at_broker(url: str, work: Callable[[Broker], Awaitable[T]]) -> T:
+    """What this gives at the broker, which is open meanwhile."""
+
+    async def run() -> T:
+        async with open_broker(url) as broker:
+            return await work(broker)
+
+    return asyncio.run(run())
+
+
 def make_fleet(folder: Path, text: str) -> Path:
     """A pipe file, and beside it a log with its topics; gives the folder."""
     (folder / "pipes.yaml").write_text(text)
     pipes = load_pipes(folder / "pipes.yaml")
-
-    async def make() -> None:
-        async with open_broker(f"log://{folder}/data/log") as broker:
-            await ensure_topics(broker.admin, pipes)
-
-    asyncio.run(make())
+    at_broker(f"log://{folder}/data/log", lambda broker: ensure_topics(broker.admin, pipes))
     return folder
+
+
+def put(url: str, topic: str, records: Sequence[Record]) -> None:
+    """Into the topic's first partition."""
+    at_broker(url, lambda broker: store(broker, topic, records))
 
 
 def commit(url: str, group: str, topic: str, offset: int) -> None:
     """As a group that has settled partition 0 up to this offset, and was stopped then."""
-
-    async def work() -> None:
-        async with open_broker(url) as broker:
-            await broker.admin.set_committed(group, topic, {0: offset})
-
-    asyncio.run(work())
+    at_broker(url, lambda broker: broker.admin.set_committed(group, topic, {0: offset}))

@@ -1,6 +1,5 @@
 """The command line: help that a person can follow, errors that say what, where and what to try, JSON for programs."""
 
-import asyncio
 import gzip
 import itertools
 import json
@@ -20,7 +19,6 @@ import pytest
 import structlog
 from typer.main import get_command
 
-from services.core.broker.connect import open_broker
 from services.core.keys import load_keys
 from services.core.pipe_stream import NO_SINGLE_FIELD
 from services.core.settings import variable_name
@@ -32,7 +30,7 @@ from services.fleet.folder import FleetState, write_state
 from services.fleet.ports import free_port
 from services.fleet.settings import UpSettings, keys_of_ingest
 from services.fleet.verbs.app import APP
-from tests.unit.fleet.conftest import Shell
+from tests.unit.fleet.conftest import Shell, at_broker
 
 
 def find_verbs(command: object = None, path: str = "") -> Iterator[str]:
@@ -368,7 +366,7 @@ def test_apply_creates_keeps_and_never_grows_silently(shell: Shell, tmp_path: Pa
     grown = "a has 3 partitions; the pipe file asks for at least 2. "
     assert shell.run("check", "--broker", broker) == 0
     assert re.search(rf"{re.escape(grown)}\S+@\S+ grew it from 2 at 20\S+Z", shell.err)
-    asyncio.run(_add_partitions(broker, "a", 5))
+    at_broker(broker, lambda opened: opened.admin.add_partitions("a", 5))
     assert shell.run("apply", "--broker", broker, "--grow") == 0
     assert "a has 5 partitions; the pipe file asks for at least 2. The audit does not say who added them" in shell.err
     assert shell.run("check", "--broker", broker, "--json") == 0
@@ -376,11 +374,6 @@ def test_apply_creates_keeps_and_never_grows_silently(shell: Shell, tmp_path: Pa
     assert (found["topic"], found["partitions"], found["wanted"], found["grown_by"]) == ("a", 5, 2, None)
     assert shell.run("dead", "audit", "--broker", broker) == 0
     assert re.search(r"\S+@\S+  grow +1  a  from=2 to=3\n", shell.out)
-
-
-async def _add_partitions(url: str, topic: str, partitions: int) -> None:
-    async with open_broker(url) as broker:
-        await broker.admin.add_partitions(topic, partitions)
 
 
 @pytest.mark.parametrize("broker", ["kinesis://x", "log://relative", "kafka://", "kafka://user:pw@host:9092"])

@@ -44,7 +44,7 @@ from services.fleet.offsets import (
 )
 from services.fleet.problem import CommandFailed
 from tests.support.waiting_events import stored
-from tests.unit.fleet.conftest import Shell, commit, make_fleet
+from tests.unit.fleet.conftest import Shell, at_broker, commit, make_fleet, put
 
 HOOK = "webhook: {url: 'https://example.org/'}"
 PIPES = f"""\
@@ -88,9 +88,8 @@ def url(template: Path, tmp_path: Path) -> str:
     return f"log://{tmp_path}/data/log"
 
 
-async def positions(url: str, group: str = "a.crm") -> dict[int, int]:
-    async with open_broker(url) as broker:
-        return await broker.admin.positions(group, "s")
+def positions(url: str, group: str = "a.crm") -> dict[int, int]:
+    return at_broker(url, lambda broker: broker.admin.positions(group, "s"))
 
 
 async def audited(broker: Broker) -> list[Entry]:
@@ -111,11 +110,7 @@ async def reported(broker: Broker) -> set[tuple[int, int]]:
 
 
 def read_all(url: str) -> tuple[set[tuple[int, int]], list[Entry]]:
-    async def read() -> tuple[set[tuple[int, int]], list[Entry]]:
-        async with open_broker(url) as broker:
-            return await reported(broker), await audited(broker)
-
-    return asyncio.run(read())
+    return at_broker(url, reported), at_broker(url, audited)
 
 
 def test_show(shell: Shell) -> None:
@@ -156,11 +151,11 @@ def test_reset_goes_back(shell: Shell, url: str) -> None:
         "pipe": "a", "destination": "crm", "action": "reset", "events": 1,
         "partitions": [{"topic": "s", "partition": 0, "from": 4, "to": 3, "events": 1}],
     }  # fmt: skip
-    assert asyncio.run(positions(url)) == {0: 3, 1: 2}, "partition 1 is further back already"
+    assert positions(url) == {0: 3, 1: 2}, "partition 1 is further back already"
     assert shell.run("group", "reset", "a/crm", "--to-offset", "1:0", "--yes") == 0
-    assert asyncio.run(positions(url)) == {0: 3, 1: 0}
+    assert positions(url) == {0: 3, 1: 0}
     assert shell.run("group", "reset", "a/crm", "--to-earliest", "--yes") == 0
-    assert asyncio.run(positions(url)) == {0: 0, 1: 0}
+    assert positions(url) == {0: 0, 1: 0}
     assert shell.run("group", "reset", "a/crm", "--to-earliest", "--yes") == 0
     assert "Nothing was changed" in shell.err
     skipped, entries = read_all(url)
@@ -183,7 +178,7 @@ def test_skip_is_counted_with_its_reason(shell: Shell, url: str) -> None:
     """Broken: a skipped event is called missing, or delivered, and nobody knows who skipped it and why."""
     skip = ("group", "skip", "a/crm", "--reason", "tests of Monday", "--yes")
     assert shell.run(*skip, "--to", format_time(BASE + 5000)) == 0
-    assert asyncio.run(positions(url)) == {0: 5, 1: 5}
+    assert positions(url) == {0: 5, 1: 5}
     assert shell.run(*skip, "--to-end", "--json") == 0
     assert json.loads(shell.out)["events"] == 10
     skipped, entries = read_all(url)
@@ -201,7 +196,7 @@ def test_over_records_that_are_gone(shell: Shell, url: str) -> None:
     """Broken: a partition that stopped, because retention deleted unread events, cannot continue by a command."""
     commit(url, "a.crm", "s", 99)
     assert shell.run("group", "reset", "a/crm", "--to-offset", f"0:{EVENTS}", "--yes") == 0
-    assert asyncio.run(positions(url)) == {0: EVENTS, 1: 2}
+    assert positions(url) == {0: EVENTS, 1: 2}
     assert read_all(url)[1][0].ranges == []
 
 
@@ -252,7 +247,7 @@ def test_mistakes(shell: Shell, url: str, command: str, words: str) -> None:
     """Broken: a slip of the pen moves a group to a place that nobody meant."""
     assert shell.run("group", *(word.strip("'") for word in command.split())) == 2
     assert words in shell.said
-    assert asyncio.run(positions(url)) == {0: 4, 1: 2}
+    assert positions(url) == {0: 4, 1: 2}
 
 
 def test_nothing_moves_unconfirmed(shell: Shell, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +265,7 @@ def test_nothing_moves_unconfirmed(shell: Shell, url: str, monkeypatch: pytest.M
         "14 events will not be delivered to a/crm. Go on?",
         "6 events will be delivered again to a/crm. Go on?",
     ]
-    assert asyncio.run(positions(url)) == {0: 4, 1: 2}
+    assert positions(url) == {0: 4, 1: 2}
     assert read_all(url) == (set(), [])
 
 
@@ -396,11 +391,7 @@ def test_waiting_events_are_moved_by_name(
             ]
             return await broker.admin.positions(group, topic), found, said, await audited(broker)
 
-    async def write() -> None:
-        async with open_broker(url) as broker, Producer(broker.appender) as producer:
-            (await producer.send_to(topic, {0: records})).raise_first()
-
-    asyncio.run(write())
+    put(url, topic, records)
     skip = ("group", "skip", lane, "--reason", "ticket 4711", "--yes")
     assert shell.run(*skip, "--to-offset", f"{topic}:0:4", "--json") == 0
     assert json.loads(shell.out)["events"] == len(letters)
@@ -427,7 +418,7 @@ def test_waiting_events_are_moved_by_name(
     assert json.loads(shell.out)["events"] == len(letters) - (lane != "a/erp")
     position, _, _, entries = asyncio.run(look())
     assert position == {0: 1}
-    assert asyncio.run(positions(url)) == {0: 4, 1: 2}, "the streams stay"
+    assert positions(url) == {0: 4, 1: 2}, "the streams stay"
     assert [(one.action, one.topic, one.ranges, one.count, one.filters["destination"]) for one in entries] == [
         ("skip", topic, [(0, 3)], len(letters), lane),
         ("reset", topic, [(1, 3)], len(letters) - (lane != "a/erp"), lane),
@@ -542,12 +533,7 @@ async def test_a_reset_waits_for_events_that_count_as_written(url: str, tmp_path
 
 def read_mark(url: str) -> TransformMark | None:
     """Of the transform `sums`."""
-
-    async def read() -> TransformMark | None:
-        async with open_broker(url) as broker:
-            return await read_transform_mark(broker.reader, "sums")
-
-    return asyncio.run(read())
+    return at_broker(url, lambda broker: read_transform_mark(broker.reader, "sums"))
 
 
 def test_a_transform_begins_again(shell: Shell, tmp_path: Path) -> None:

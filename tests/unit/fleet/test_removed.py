@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from services.core.broker.connect import open_broker
 from services.core.broker.record import TopicPartition
 from services.core.dead_letter import DeadLetter, Position, make_dead_letter
 from services.core.pipes import load_pipes
@@ -18,8 +17,8 @@ from services.fleet.dead.redrive import RedriveRecord, RedriveTargets
 from services.fleet.plan import make_plan
 from services.fleet.settings import UpSettings
 from services.fleet.topics import PreparedTopics, prepare
-from tests.support.waiting_events import store, stored, waiting_event
-from tests.unit.fleet.conftest import Shell, commit, make_fleet
+from tests.support.waiting_events import stored, waiting_event
+from tests.unit.fleet.conftest import Shell, at_broker, commit, make_fleet, put
 
 HOOK = "webhook: {url: 'https://example.org/'}"
 BEFORE = f"streams: {{s: {{}}}}\npipes:\n  late: {{sources: [s], destinations: [{{name: old, {HOOK}}}]}}\n"
@@ -30,13 +29,8 @@ AFTER = f"streams: {{s: {{}}}}\npipes:\n  late: {{sources: [s], destinations: [{
 def url(tmp_path: Path) -> str:
     """A fleet that had `late/old`, for which two events wait; the file has `late/new` in its place."""
     url = f"log://{make_fleet(tmp_path, BEFORE)}/data/log"
-
-    async def make() -> None:
-        async with open_broker(url) as broker:
-            await store(broker, delay_topic(64), [waiting_event("late/old", 1)])
-            await store(broker, "late.parked", [waiting_event("late/old", 2)])
-
-    asyncio.run(make())
+    for number, topic in enumerate((delay_topic(64), "late.parked"), 1):
+        put(url, topic, [waiting_event("late/old", number)])
     (tmp_path / "pipes.yaml").write_text(AFTER)
     return url
 
@@ -101,13 +95,8 @@ def test_nothing_is_changed_before_it_is_told(tmp_path: Path, url: str) -> None:
     pipes = load_pipes(tmp_path / "pipes.yaml")
     with pytest.raises(BadConfiguration, match=r"removed\.late/old"):
         asyncio.run(prepare(url, pipes, tmp_path / "pipes.yaml"))
-
-    async def read() -> None:
-        async with open_broker(url) as broker:
-            assert "later.dead" not in await broker.admin.topics()
-            assert await stored(broker, "penstock.control") == []
-
-    asyncio.run(read())
+    assert "later.dead" not in at_broker(url, lambda broker: broker.admin.topics())
+    assert at_broker(url, lambda broker: stored(broker, "penstock.control")) == []
 
 
 @pytest.mark.parametrize("settled", [-1, 0])
@@ -167,9 +156,8 @@ def test_a_redrive_follows_the_new_name(tmp_path: Path) -> None:
             assert unwrap(aimed.record)[1].destination == expected
 
 
-async def fill(url: str) -> None:
-    async with open_broker(url) as broker:
-        await store(broker, "s", [waiting_event("late/any", number) for number in range(10)])
+def fill(url: str) -> None:
+    put(url, "s", [waiting_event("late/any", number) for number in range(10)])
 
 
 def prepared(url: str, path: Path) -> PreparedTopics:
@@ -181,7 +169,7 @@ def test_what_was_not_read_of_a_stream_is_said_once(shell: Shell, tmp_path: Path
     url, file = f"log://{tmp_path}/streams/log", tmp_path / "pipes.yaml"
     file.write_text(BEFORE)
     prepared(url, file)
-    asyncio.run(fill(url))
+    fill(url)
     commit(url, "late.old", "s", 6)
     file.write_text(AFTER)
     assert shell.run("check", "--broker", url) == 2
@@ -200,19 +188,18 @@ def test_renamed_and_renamed_back(tmp_path: Path) -> None:
     url, file = f"log://{tmp_path}/streams/log", tmp_path / "pipes.yaml"
     file.write_text(BEFORE)
     prepared(url, file)
-    asyncio.run(fill(url))
+    fill(url)
     commit(url, "late.old", "s", 2)
     file.write_text(f"{AFTER}removed: {{late/old: {{deliver_to: late/new}}}}\n")
     prepared(url, file)
 
-    async def read(group: str) -> dict[int, int]:
-        async with open_broker(url) as broker:
-            return await broker.admin.committed(group, "s")
+    def read(group: str) -> dict[int, int]:
+        return at_broker(url, lambda broker: broker.admin.committed(group, "s"))
 
-    assert asyncio.run(read("late.new")) == {0: 2}
+    assert read("late.new") == {0: 2}
     commit(url, "late.new", "s", 7)
     file.write_text(f"{BEFORE}removed: {{late/new: {{deliver_to: late/old}}}}\n")
     assert prepared(url, file).waiting.undelivered == {"late/new": {"s": 2}}
-    assert asyncio.run(read("late.old")) == {0: 7}
+    assert read("late.old") == {0: 7}
     prepared(url, file)
-    assert asyncio.run(read("late.old")) == {0: 7}
+    assert read("late.old") == {0: 7}

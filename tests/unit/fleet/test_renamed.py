@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from services.core.broker.connect import open_broker
+from services.core.broker.contract import Broker
 from services.core.broker.log import broker as log_broker
 from services.core.broker.log.admin import LogAdmin
 from services.core.broker.producer import Producer
@@ -28,8 +29,8 @@ from services.fleet.changes import find_changes
 from services.fleet.problem import CommandFailed
 from services.fleet.topics import check_changes, prepare
 from tests.support.dead_letters import dead_letter
-from tests.support.waiting_events import store, stored, waiting_event
-from tests.unit.fleet.conftest import Shell, commit
+from tests.support.waiting_events import stored, waiting_event
+from tests.unit.fleet.conftest import Shell, at_broker, commit, put
 
 HOOK = "webhook: {url: 'https://example.org/'}"
 
@@ -54,11 +55,7 @@ class Site:
         asyncio.run(prepare(self.url, load_pipes(self.path), self.path))
 
     def put(self, topic: str, records: Sequence[Record]) -> None:
-        async def work() -> None:
-            async with open_broker(self.url) as broker:
-                await store(broker, topic, records)
-
-        asyncio.run(work())
+        put(self.url, topic, records)
 
     def send(self, count: int) -> None:
         """Events into the stream."""
@@ -69,18 +66,10 @@ class Site:
         commit(self.url, lane.replace("/", "."), "s", up_to)
 
     def position(self, lane: str) -> int | None:
-        async def work() -> int | None:
-            async with open_broker(self.url) as broker:
-                return (await broker.admin.committed(lane.replace("/", "."), "s")).get(0)
-
-        return asyncio.run(work())
+        return at_broker(self.url, lambda broker: broker.admin.committed(lane.replace("/", "."), "s")).get(0)
 
     def records(self, topic: str) -> list[Record]:
-        async def work() -> list[Record]:
-            async with open_broker(self.url) as broker:
-                return await stored(broker, topic)
-
-        return asyncio.run(work())
+        return at_broker(self.url, lambda broker: stored(broker, topic))
 
     def check(self, *flags: str) -> tuple[int, str]:
         """The status, and all lines but the first."""
@@ -423,14 +412,13 @@ def test_a_pause_stays_when_the_former_name_leaves_the_file(site: Site) -> None:
         async with open_broker(site.url) as broker, Producer(broker.appender) as producer:
             await write_pause(producer, name, Pause(state, OPERATOR, "me", 1))
 
-    async def read(renames: Mapping[str, str]) -> list[str]:
-        async with open_broker(site.url) as broker:
-            pauses = Pauses(broker.reader, renames)
-            await pauses.refresh()
-            return list(pauses.paused())
+    async def read(broker: Broker) -> list[str]:
+        pauses = Pauses(broker.reader, renames_of(await asyncio.to_thread(load_pipes, site.path)))
+        await pauses.refresh()
+        return list(pauses.paused())
 
     def paused() -> list[str]:
-        return asyncio.run(read(renames_of(load_pipes(site.path))))
+        return at_broker(site.url, read)
 
     asyncio.run(change("late/old", "paused"))
     site.write(one_pipe("late", ["name: new, renamed_from: old"]))
