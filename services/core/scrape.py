@@ -26,10 +26,14 @@ class Sample:
     lags: dict[tuple[str, Labels], LagHistogram] = field(default_factory=dict)
     unready: dict[str, str] = field(default_factory=dict)
 
+    def children(self, metric: str, **labels: str) -> list[tuple[dict[str, str], float]]:
+        """The labels and the value of each child of a metric with these labels."""
+        wanted, values = set(labels.items()), self.values.items()
+        return [(dict(found), value) for (name, found), value in values if name == metric and wanted <= found]
+
     def total(self, metric: str, **labels: str) -> float:
         """The sum of a metric over all children with these labels; 0 when there is none."""
-        wanted = set(labels.items())
-        return sum(value for (name, found), value in self.values.items() if name == metric and wanted <= found)
+        return sum(value for _, value in self.children(metric, **labels))
 
     def lag(self, metric: str, **labels: str) -> LagHistogram:
         """The merged histogram of all children with these labels."""

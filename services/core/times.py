@@ -2,11 +2,17 @@
 
 import datetime
 import re
+import time
 
 from services.core.units import parse_duration
 
 _LAST_MS = 253_402_300_799_000
 """The end of the year 9999."""
+
+
+def now_ms() -> int:
+    """The wall clock, in milliseconds since the epoch."""
+    return time.time_ns() // 1_000_000
 
 
 def parse_time(text: str, now: float) -> int:

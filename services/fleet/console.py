@@ -11,6 +11,7 @@ from contextlib import suppress
 import typer
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -39,6 +40,12 @@ def confirm(question: str) -> None:
         if sys.stdin.isatty():
             raise
         raise CommandFailed("nobody said yes, so nothing was done", "--yes") from None
+
+
+def count_progress() -> Progress:
+    """A bar on a terminal, for a number of events that is known."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=ERR, disable=not ERR.is_terminal)
 
 
 _UNLIMITED = 1_000_000

@@ -166,7 +166,6 @@ def describe(found: DestinationState, *, already: bool = False) -> Text:
 
 
 def destination_table(found: list[DestinationState]) -> Table:
-    """One row per destination."""
     columns = ("destination", "state", "parked", "since", "by", "because")
     table = make_table(*columns, right=["parked"], text=["because"])
     for one in found:

@@ -40,9 +40,8 @@ class Probes:
         self,
         processes: Callable[[], Sequence[ServiceProcess]],
         end: Callable[[ServiceProcess, str, bool], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._processes, self._end, self._clock = processes, end, clock
+        self._processes, self._end = processes, end
         self.runs: dict[str, _Run] = {}
         """By the name of the process."""
 
@@ -56,7 +55,7 @@ class Probes:
                 await asyncio.gather(*(self._ask(session, one) for one in asked))
 
     async def _ask(self, session: aiohttp.ClientSession, process: ServiceProcess) -> None:
-        pid, now = process.pid, self._clock()
+        pid, now = process.pid, time.monotonic()
         if pid is None:
             return
         reason, answers = await _probe(session, process.management)

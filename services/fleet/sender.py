@@ -85,7 +85,6 @@ class Target:
 
     @property
     def request_events(self) -> int:
-        """The most events in a request."""
         return min(self.batch, max(1, int(self.rate / 4))) if self.rate else self.batch
 
 

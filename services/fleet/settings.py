@@ -102,17 +102,17 @@ def keys_of_ingest(config: Path | None, environ: Mapping[str, str] = os.environ)
     return None if named is None else str(Path(named).absolute())
 
 
-def master_of_transforms(config: Path | None, environ: Mapping[str, str] = os.environ) -> str:
+def master_of_transforms(config: Path | None) -> str:
     """Spark's master that the transforms get by variable or settings file; `auto` without one. Blocking."""
-    return _setting_of("transform", "master", config, environ) or "auto"
+    return _setting_of("transform", "master", config) or "auto"
 
 
-def networks_of_webhooks(config: Path | None, environ: Mapping[str, str] = os.environ) -> str | None:
+def networks_of_webhooks(config: Path | None) -> str | None:
     """The private networks that webhooks of `penstock up` may reach by variable or settings file; None without one. Blocking."""
-    return _setting_of("up", "allow_networks", config, environ)
+    return _setting_of("up", "allow_networks", config)
 
 
-def _setting_of(service: str, name: str, config: Path | None, environ: Mapping[str, str]) -> str | None:
+def _setting_of(service: str, name: str, config: Path | None, environ: Mapping[str, str] = os.environ) -> str | None:
     """The text of one setting of a service, as it is written; None when neither a variable nor the file has it."""
     data = load_yaml(config).data if config is not None else None
     section = data.get(service) if isinstance(data, dict) else None

@@ -118,9 +118,9 @@ def _stream(reading: StatusReading, name: str) -> dict[str, Any]:
 def _table(reading: StatusReading, stream: str) -> dict[str, Any]:
     """rows, behind_ms: null before a table service has opened the table. rebuilt: since its process was started."""
     sample = reading.sample
-    rows = _gauges(sample, "penstock_table_keys", stream)
-    behind = _gauges(sample, "penstock_table_behind_seconds", stream)
-    rebuilt = _gauges(sample, "penstock_table_rebuilt_timestamp_seconds", stream)
+    rows = sample.children("penstock_table_keys", stream=stream)
+    behind = sample.children("penstock_table_behind_seconds", stream=stream)
+    rebuilt = sample.children("penstock_table_rebuilt_timestamp_seconds", stream=stream)
     at, reason = max(((value, labels["reason"]) for labels, value in rebuilt), default=(0.0, ""))
     return {
         "table": stream,
@@ -129,15 +129,6 @@ def _table(reading: StatusReading, stream: str) -> dict[str, Any]:
         "rate": reading.rate("penstock_table_records_total", stream=stream),
         "rebuilt": {"at": format_time(int(at * 1000)), "reason": reason} if at else None,
     }
-
-
-def _gauges(sample: Sample, metric: str, stream: str) -> list[tuple[dict[str, str], float]]:
-    """Those of a stream, with their labels."""
-    return [
-        (dict(labels), value)
-        for (name, labels), value in sample.values.items()
-        if name == metric and ("stream", stream) in labels
-    ]
 
 
 def _transform(reading: StatusReading, pipe: str, pauses: Mapping[str, Pause]) -> dict[str, Any]:
@@ -151,22 +142,21 @@ def _transform(reading: StatusReading, pipe: str, pauses: Mapping[str, Pause]) -
         "dead": int(sample.total("penstock_transform_events_dead_total", pipe=pipe)),
         "rate": reading.rate("penstock_transform_events_read_total", pipe=pipe),
         "paused": None if pause is None else pause_json(pause),
-        "lag_records": _transform_lag(sample, pipe),
+        "lag_records": transform_lag(sample, pipe),
         "lag_out_ms": quantiles(sample.lag("penstock_lag_out_seconds", pipe=pipe, node="transform")),
     }
 
 
 def _mode(sample: Sample, pipe: str) -> dict[str, str | None]:
     """`mode`: null before the transform runs. `why`: the reason against real-time, in a word; null when it was not asked for."""
-    found = (dict(labels) for name, labels in sample.values if name == "penstock_transform_mode")
-    mine = next((labels for labels in found if labels["pipe"] == pipe), {})
+    mine = next((labels for labels, _ in sample.children("penstock_transform_mode", pipe=pipe)), {})
     return {"mode": mine.get("mode"), "why": mine.get("why") or None}
 
 
-def _transform_lag(sample: Sample, pipe: str) -> int | None:
+def transform_lag(sample: Sample, pipe: str) -> int | None:
     """Events that the transform has not read; None before it reported."""
-    known = any(name == "penstock_broker_lag_records" and ("group", pipe) in labels for name, labels in sample.values)
-    return int(sample.total("penstock_broker_lag_records", group=pipe)) if known else None
+    found = sample.children("penstock_broker_lag_records", group=pipe)
+    return int(sum(value for _, value in found)) if found else None
 
 
 async def _destination(
@@ -202,23 +192,20 @@ async def _destination(
 
 def worst_breaker(sample: Sample, labels: Mapping[str, str]) -> int:
     """The state of a destination's circuit breaker: an index of BREAKER_STATES, the highest of all processes of expel."""
-    name, wanted = "penstock_expel_breaker_state", set(labels.items())
-    states = [int(value) for (found, one), value in sample.values.items() if found == name and wanted <= set(one)]
+    states = [int(value) for _, value in sample.children("penstock_expel_breaker_state", **labels)]
     return min(max(states, default=0), len(BREAKER_STATES) - 1)
 
 
 def _next_probe(sample: Sample, labels: Mapping[str, str]) -> int | None:
     """Milliseconds until a receiver is tested again; of several processes with an open breaker the first. None: none has one."""
-    name, wanted = "penstock_expel_next_probe_timestamp_seconds", set(labels.items())
-    times = [value for (found, one), value in sample.values.items() if found == name and wanted <= set(one)]
+    times = [value for _, value in sample.children("penstock_expel_next_probe_timestamp_seconds", **labels)]
     return max(0, int((min(times) - time.time()) * 1000)) if times else None
 
 
 def _waiting(sample: Sample, labels: Mapping[str, str]) -> int | None:
     """Events that wait for another attempt, with the retrier or parked; None without an observer, which knows them."""
-    name, wanted = "penstock_ledger_waiting_events", set(labels.items())
-    known = any(found == name and wanted <= set(one) for found, one in sample.values)
-    return int(sample.total(name, **labels)) if known else None
+    found = sample.children("penstock_ledger_waiting_events", **labels)
+    return int(sum(value for _, value in found)) if found else None
 
 
 async def _paused(

@@ -14,10 +14,9 @@ import aiohttp
 import orjson
 
 from services.core.bearer import Tokens
-from services.core.group_control import GroupControl, SizeRefused
+from services.core.group_control import GroupControl, GroupState, Instance, SizeRefused
 from services.core.management import serve_management
 from services.core.version import VERSION
-from services.fleet.control import ProcessGroups, refuse_size
 from services.fleet.folder import STATE_FILE, FleetState, ProcessState, write_state, write_token
 from services.fleet.output import Notify
 from services.fleet.plan import START_ORDER, FleetPlan
@@ -57,9 +56,14 @@ Progress = Callable[[str], None]
 """One line for a person, about starting and stopping."""
 
 
-class Fleet:
-    """The running processes of one plan. Owned by `run_fleet`."""
+RESIZABLE: Mapping[str, int] = {"ingest": 64, "expel": 64, "retrier": 10}
+"""The maximum number of processes by service. Every other service has exactly one."""
 
+
+class Fleet:
+    """The running processes of one plan, as `core.group_control.Groups`. Owned by `run_fleet`."""
+
+    names = RESIZABLE.keys()
     _group: asyncio.TaskGroup
 
     def __init__(self, plan: FleetPlan, notify: Notify, progress: Progress, stop: Stop) -> None:
@@ -90,7 +94,6 @@ class Fleet:
         self.running[process] = self._group.create_task(process.keep_running(), name=spec.name)
 
     def processes_of(self, service: str) -> list[ServiceProcess]:
-        """The processes of one service."""
         return [process for process in self.processes if process.spec.service == service]
 
     def why_not_ready(self) -> str | None:
@@ -98,14 +101,17 @@ class Fleet:
         missing = (one.spec.name for one in self.processes if one.pid is None and not one.leaving)
         return next((f"{name} is being started" for name in missing), None)
 
-    def resize(self, service: str, seen: int, size: int, failed: Collection[str] = ()) -> None:
-        """Start processes of a service, or drain and stop its youngest. Returns at once; `processes_of` shows the progress.
+    async def describe(self, service: str) -> GroupState:
+        """Each process with its management address; None while it does not run."""
+        processes = self.processes_of(service)
+        instances = tuple(Instance(p.spec.name, p.management if p.pid else None, p.leaving) for p in processes)
+        return GroupState(sum(not one.leaving for one in processes), instances)
 
-        seen: the size that the caller knows. failed: names of processes, of which one leaves first. Raises SizeRefused.
-        """
+    async def resize(self, service: str, seen: int, size: int, failed: Collection[str] = ()) -> None:
+        """Start processes of a service, or drain and stop its youngest; returns at once."""
         group = self.processes_of(service)
         staying = [one for one in group if not one.leaving]
-        refuse_size(service, len(staying), _draining(group), seen, size, self.resizable)
+        _refuse_size(service, len(staying), _draining(group), seen, size, self.resizable)
         self._progress(f"{service}: {seen} -> {size} processes")
         if size < seen:
             leaving = next((one for one in reversed(staying) if one.spec.name in failed), staying[-1])
@@ -116,8 +122,8 @@ class Fleet:
         for _ in range(size - seen):
             self._add(dataclasses.replace(staying[0].spec, name=next(free)))
 
-    def replace(self, service: str, name: str) -> None:
-        """Drain and end a process, which is then started again. Returns at once. Raises SizeRefused."""
+    async def replace(self, service: str, name: str) -> None:
+        """Drain and end a process, which is then started again; returns at once."""
         group = self.processes_of(service)
         process = next((one for one in group if one.spec.name == name and not one.leaving), None)
         if not self.resizable:
@@ -249,8 +255,7 @@ async def run_fleet(
             "freeing space there, or --data with another",
         ) from error
     fleet = Fleet(plan, notify, progress, stop)
-    groups = ProcessGroups(fleet.processes_of, fleet.resize, fleet.replace)
-    routes = GroupControl(groups, Tokens([token]), whose="the data folder").routes()
+    routes = GroupControl(fleet, Tokens([token]), whose="the data folder").routes()
     try:
         async with (
             serve_management(management, fleet.why_not_ready, routes) as fleet.management,
@@ -280,6 +285,24 @@ def _describe_ready(process: ServiceProcess, *, alone: bool) -> str:
     return f"{process.spec.name} is ready" + (
         ": it accepts and stores events; they wait for the others" if accepts else ""
     )
+
+
+def _refuse_size(service: str, staying: int, leaving: int, seen: int, size: int, open_: bool) -> None:
+    """Raise SizeRefused unless a caller that knows the size `seen` may order `size`. One process leaves at a time."""
+    if service not in RESIZABLE:
+        raise SizeRefused(f"{service} always has the same processes", again=False)
+    if not 1 <= size <= RESIZABLE[service]:
+        raise SizeRefused(f"{service}: from 1 to {RESIZABLE[service]} processes", again=False)
+    if size < seen - 1:
+        raise SizeRefused(f"{service}: one process fewer at a time", again=False)
+    if not open_:
+        raise SizeRefused("the fleet is starting or stopping", again=True)
+    if not staying:
+        raise SizeRefused(f"this fleet runs no {service}", again=False)
+    if seen != staying:
+        raise SizeRefused(f"{service} has {staying} processes, not {seen}", again=True)
+    if size < seen and leaving:
+        raise SizeRefused(f"a process of {service} is draining already", again=True)
 
 
 def _draining(group: Collection[ServiceProcess]) -> int:

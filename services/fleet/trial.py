@@ -191,11 +191,9 @@ class Trial:
 
     @property
     def events(self) -> int:
-        """The number of events in the sample."""
         return len(self.records) + len(self.refused)
 
     def place_of(self, letter: DeadLetter) -> str:
-        """The place of the event in the sample."""
         return self._places.get(letter.source, letter.source)
 
     @property

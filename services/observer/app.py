@@ -19,6 +19,7 @@ from services.core.broker.producer import Producer
 from services.core.expected import show_expected
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
+from services.core.page_files import load_files
 from services.core.pauses import Pauses
 from services.core.pipe_webhook import Secret
 from services.core.pipes import PipeFile, load_pipes
@@ -39,7 +40,7 @@ from services.observer.http import serve_api
 from services.observer.ledger.flow import Step, read_flow
 from services.observer.ledger.table import Ages
 from services.observer.ledger_api import LedgerApi
-from services.observer.page import add_page, load_files
+from services.observer.page import add_page
 from services.observer.scaling_api import GroupReports, ScalingApi
 from services.observer.settings import ObserverSettings
 from services.observer.standby import SpeakerLock
@@ -55,7 +56,8 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
     """Run until the stop; there is nothing to drain. Ready when the API answers. Raises BadConfiguration, OSError."""
     pipes = await asyncio.to_thread(load_pipes, settings.pipes)
     show_expected(pipes, ledger=settings.ledger, registry=settings.schemas)
-    openapi, page = await asyncio.to_thread(OPENAPI.read_bytes), await asyncio.to_thread(load_files)
+    openapi = await asyncio.to_thread(OPENAPI.read_bytes)
+    page = await asyncio.to_thread(load_files, "services.observer.page")
     keys = await asyncio.to_thread(_read_keys, settings.alarm_secret)
     tokens = await asyncio.to_thread(_read_tokens, settings)
     readiness, progress, stopping = Readiness(), ProgressWatch(), supervision.stopping

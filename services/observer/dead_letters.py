@@ -5,10 +5,10 @@ records, and no topic waits long for another. A topic that cannot be read is tri
 """
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -22,10 +22,10 @@ from services.core.causes import Causes
 from services.core.dead_letter import DeadLetter, Position
 from services.core.lifecycle import wait_for_stop
 from services.core.pipes import PipeFile
-from services.core.times import format_time, parse_time
+from services.core.times import format_time
 from services.core.topic_names import dead_letter_topic, lane_name, renames_of
 from services.observer import problems
-from services.observer.http import Refused, json_answer, read_query
+from services.observer.http import Refused, json_answer, read_query, read_time
 
 CAUSES = 50
 """Of each destination, by name; rarer ones are counted together."""
@@ -167,6 +167,7 @@ class DeadLetterReader:
 
 OPENAPI = Path(__file__).with_name("openapi.json")
 LIMIT, MOST = 20, 100
+_read_since = partial(read_time, example="since: 2h (ago), or 2026-11-21T08:00:00Z.")
 
 LaneState = Callable[[str, str], str | None]
 """By pipe and destination: active or paused, or the state of the circuit breaker. None: unknown."""
@@ -199,7 +200,7 @@ class Api:
         return json_answer({"destinations": found, **self._how_complete()})
 
     async def failures(self, request: web.Request) -> web.Response:
-        query = read_query(request, {"since": _since, "limit": _limit})
+        query = read_query(request, {"since": _read_since, "limit": _limit})
         pipe, name = request.match_info["pipe"], request.match_info["name"]
         failures = self._failures.all().get((pipe, name))
         if failures is None:
@@ -230,13 +231,6 @@ class Api:
         if pipe is not None:
             unread = {topic: problem for topic, problem in unread.items() if topic == dead_letter_topic(pipe)}
         return {"catching_up": self._reader.catching_up, "unread": unread}
-
-
-def _since(text: str) -> int:
-    try:
-        return parse_time(text, time.time())
-    except (ValueError, OverflowError):
-        raise Refused(problems.BAD_PARAMETER, "since: 2h (ago), or 2026-11-21T08:00:00Z.") from None
 
 
 def _limit(text: str) -> int:

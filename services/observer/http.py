@@ -1,5 +1,6 @@
 """The observer's API over HTTP: queries, answers in JSON, problems (RFC 9457), and who may ask."""
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from services.core.bearer import Tokens
 from services.core.group_report import MAX_REPORT_BYTES
 from services.core.listening import serve_app
 from services.core.problem_type import CONTENT_TYPE, ProblemType, problem_json
+from services.core.times import parse_time
 from services.observer import problems
 
 log = structlog.get_logger()
@@ -44,6 +46,14 @@ def read_query(request: web.Request, known: Mapping[str, Callable[[str], Any]]) 
             raise Refused(problems.BAD_PARAMETER, allowed)
         found[name] = known[name](text)
     return found
+
+
+def read_time(text: str, example: str) -> int:
+    """Milliseconds, from a text as of `parse_time`. example: of such texts. Raises Refused."""
+    try:
+        return parse_time(text, time.time())
+    except (ValueError, OverflowError):
+        raise Refused(problems.BAD_PARAMETER, example) from None
 
 
 def json_answer(body: object, *, status: int = 200) -> web.Response:

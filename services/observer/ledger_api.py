@@ -1,7 +1,6 @@
 """The ledger on the observer's API: the health, loss, lag and fields of pipes; missing events by name; planned actions."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -13,12 +12,12 @@ from services.core.broker.contract import Reader
 from services.core.broker.errors import BrokerError
 from services.core.lag import LagHistogram
 from services.core.ledger.minute import MINUTE_MS
-from services.core.times import format_time, parse_time
+from services.core.times import format_time, now_ms
 from services.observer import problems
 from services.observer.explain import explain
 from services.observer.follower import Follower, StandsBy
 from services.observer.health import FindHealth
-from services.observer.http import CLIENT, Refused, json_answer, read_query
+from services.observer.http import CLIENT, Refused, json_answer, read_query, read_time
 from services.observer.ledger.flow import Step
 from services.observer.ledger.settlement import Row
 from services.observer.planned import MAX_LENGTH_MS, Kind, NoSuchWindow, TooManyWindows, Window
@@ -76,12 +75,12 @@ class LedgerApi:
         return json_answer({"pipe": pipe, **self._health(pipe), **self._how_complete()})
 
     def _health(self, pipe: str) -> dict[str, object]:
-        found = self._find_health(pipe, _now())
+        found = self._find_health(pipe, now_ms())
         return {"health": found.state, "reasons": list(found.reasons), "planned": found.planned}
 
     async def loss(self, request: web.Request) -> web.Response:
         first, last = _read_span(request)
-        pipe, table, now = self._pipe(request), self._follower.table, _now()
+        pipe, table, now = self._pipe(request), self._follower.table, now_ms()
         rows = [table.row(pipe, minute, now) for minute in table.minutes(pipe) if first <= minute <= last]
         minutes = [{**row_json(row), "planned": self._planned_in(pipe, row.minute)} for row in rows]
         judged = {"threshold": self._threshold, "final_after_ms": table.ages.final}
@@ -185,7 +184,7 @@ class LedgerApi:
             self._check_pipe(wanted.pipe)
         if not 1 <= wanted.seconds <= MAX_LENGTH_MS // 1000:
             raise Refused(problems.BAD_BODY, f"seconds: from 1 to {MAX_LENGTH_MS // 1000}.")
-        now = _now()
+        now = now_ms()
         return Window(wanted.kind, wanted.pipe, now, now + wanted.seconds * 1000, wanted.by[:100], asked_with)
 
     def _pipe(self, request: web.Request) -> str:
@@ -233,15 +232,12 @@ def format_minute(minute: int) -> str:
 
 def read_minute(text: str) -> int:
     """From `format_minute`, `2h` (ago), or any RFC 3339 time in it. Raises Refused."""
-    try:
-        return parse_time(text, time.time()) // MINUTE_MS
-    except (ValueError, OverflowError):
-        raise Refused(problems.BAD_PARAMETER, "A minute: 5m (ago), or 2026-11-21T08:05Z.") from None
+    return read_time(text, "A minute: 5m (ago), or 2026-11-21T08:05Z.") // MINUTE_MS
 
 
 def _read_span(request: web.Request) -> tuple[int, int]:
     query = read_query(request, {"from": read_minute, "to": read_minute})
-    last = query.get("to", _now() // MINUTE_MS)
+    last = query.get("to", now_ms() // MINUTE_MS)
     first = query.get("from", last - DEFAULT_MINUTES + 1)
     if not 0 <= last - first < MAX_MINUTES:
         raise Refused(problems.BAD_PARAMETER, f"from, to: at most {MAX_MINUTES} minutes, oldest first.")
@@ -253,10 +249,6 @@ def _window_json(window: Window) -> dict[str, object]:
     who = {"by": window.by, "token": window.asked_with or None}
     cancelled = {"cancelled_by": window.cancelled_by, "cancelled_token": window.cancelled_with or None}
     return {"id": window.id, "kind": window.kind, "pipe": window.pipe, **who, **times, **cancelled}
-
-
-def _now() -> int:
-    return int(time.time() * 1000)
 
 
 _ANNOUNCEMENT = msgspec.json.Decoder(Announcement)

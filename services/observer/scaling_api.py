@@ -4,13 +4,11 @@ They are kept in memory and repeated with each decision. So an observer that sta
 again has them after the next decision.
 """
 
-import time
-
 import msgspec
 from aiohttp import web
 
 from services.core.group_report import GroupReport
-from services.core.times import format_time
+from services.core.times import format_time, now_ms
 from services.observer import problems
 from services.observer.http import Refused, json_answer, read_query
 
@@ -40,8 +38,6 @@ class GroupReports:
 
 
 class ScalingApi:
-    """Answers from the reports."""
-
     def __init__(self, reports: GroupReports) -> None:
         self._reports = reports
 
@@ -50,7 +46,7 @@ class ScalingApi:
 
     async def show(self, request: web.Request) -> web.Response:
         read_query(request, {})
-        return json_answer({"groups": list(map(report_json, self._reports.all(_now())))})
+        return json_answer({"groups": list(map(report_json, self._reports.all(now_ms())))})
 
     async def keep(self, request: web.Request) -> web.Response:
         """Keep the report in place of the group's last one."""
@@ -65,7 +61,7 @@ class ScalingApi:
             raise Refused(problems.BAD_BODY, f"group: the name in the path, of at most {_MAX_NAME} characters.")
         if not 0 <= report.at_ms <= _MAX_TIME_MS:
             raise Refused(problems.BAD_BODY, "at_ms: milliseconds since 1970.")
-        self._reports.keep(report, _now())
+        self._reports.keep(report, now_ms())
         return json_answer(report_json(report))
 
 
@@ -73,10 +69,6 @@ def report_json(report: GroupReport) -> dict[str, object]:
     """For a person or a program: the time in RFC 3339."""
     fields: dict[str, object] = msgspec.to_builtins(report)
     return {**fields, "at": format_time(report.at_ms)}
-
-
-def _now() -> int:
-    return int(time.time() * 1000)
 
 
 _MAX_TIME_MS = 4_102_444_800_000

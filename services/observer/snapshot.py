@@ -433,14 +433,6 @@ class Loader:
             known_ones.setdefault(step, Origins()).update(one)
 
 
-def restore(parts: Iterable[bytes], table: Table) -> FollowerState:
-    """Fill an empty table with all of these parts; returns the rest. Raises ValueError."""
-    loader = Loader(table)
-    for part in parts:
-        loader.add(part)
-    return loader.finish()
-
-
 def _load_finality(table: Table, parts: Sequence[Part]) -> None:
     """To be called last: it reads the rows."""
     finality, pipe_of = table.finality, table.flow.current_pipe

@@ -16,6 +16,7 @@ from services.core.expected import show_expected
 from services.core.key_watch import watch_keys
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
+from services.core.page_files import load_files
 from services.core.pipes import load_pipes
 from services.core.startup import Readiness, tune_garbage_collector
 from services.core.yaml_source import BadConfiguration, Problem
@@ -26,7 +27,7 @@ from services.registry.http import MAX_BODY_BYTES, Access, answer
 from services.registry.object_log import ObjectLog
 from services.registry.objects import StoreUnavailable, open_objects
 from services.registry.own_api import OwnApi
-from services.registry.page import add_page, load_files
+from services.registry.page import add_page
 from services.registry.registrar import Registrar
 from services.registry.settings import RegistrySettings
 
@@ -51,7 +52,8 @@ async def start(settings: RegistrySettings, supervision: Supervision) -> None:
     elif not loopback:
         message = f"other machines can reach {settings.listen}, so clients need keys. Try: --keys keys.yaml"
         raise BadConfiguration([Problem("registry", "keys", message)])
-    openapi, page = await asyncio.to_thread(OPENAPI.read_bytes), await asyncio.to_thread(load_files)
+    openapi = await asyncio.to_thread(OPENAPI.read_bytes)
+    page = await asyncio.to_thread(load_files, "services.registry.page")
     readiness, stopping = Readiness(), supervision.stopping
     catalog = Catalog()
     entries = ObjectLog(open_objects(settings.store), catalog.clear, catalog.apply)

@@ -43,8 +43,6 @@ class Schema:
 
 @dataclass(slots=True)
 class Version:
-    """One version of a subject."""
-
     number: int
     schema: Schema
     time: int

@@ -37,7 +37,6 @@ class ConfluentApi:
         return self._registrar.catalog
 
     def routes(self) -> list[web.RouteDef]:
-        """All of them."""
         subject, version = "/subjects/{subject}", "/subjects/{subject}/versions/{version}"
         return [
             web.get("/subjects", self.subjects),
@@ -258,7 +257,7 @@ class ConfluentApi:
     async def _setting(self, request: web.Request, what: str) -> str:
         subject = _named(request)
         await self._registrar.log.refresh()
-        own = self._own(subject, what) if subject is None or covers(request, subject) else None
+        own = self._registrar.own(subject, what) if subject is None or covers(request, subject) else None
         if own is not None:
             return own
         assert subject is not None
@@ -274,11 +273,6 @@ class ConfluentApi:
         change = self._registrar.set_level if what == "level" else self._registrar.set_mode
         await change(subject, None, caller(request))
         return before
-
-    def _own(self, subject: str | None, what: str) -> str | None:
-        holder = self._catalog if subject is None else self._catalog.subjects.get(subject)
-        found: str | None = getattr(holder, what, None)
-        return found
 
     async def contexts(self, _request: web.Request) -> web.Response:
         return confluent_answer(["."])

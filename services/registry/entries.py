@@ -116,7 +116,6 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 def entry_name(number: int) -> str:
-    """The object of an entry."""
     return f"log/{number:012d}"
 
 
@@ -126,7 +125,6 @@ def segment_name(number: int) -> str:
 
 
 def store_entry(entry: Entry) -> Stored:
-    """The entry as an object."""
     body = msgspec.json.encode(entry)
     digest = hashlib.sha256(body).hexdigest()
     return Stored(entry, digest, b"penstock-registry %d sha256=%b\n%b" % (FORMAT, digest.encode(), body))

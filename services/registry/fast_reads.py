@@ -8,7 +8,7 @@ keep their order. Whatever this module does not understand in full, aiohttp's st
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from email.utils import formatdate
 from typing import cast
@@ -36,16 +36,16 @@ _OTHER = frozenset(
 )
 """A request with one of these is aiohttp's. `Connection: keep-alive` says nothing and is allowed."""
 _ONCE = frozenset({b"host", b"authorization"})
-_FINGERPRINT, _ID, _GUID = b"/v1/schemas/", b"/schemas/ids/", b"/schemas/guids/"
+_OK = b"HTTP/1.1 200 OK\r\nDate: "
 
 
 class Reads:
     """The answers of one process, in memory by the bytes of their requests. `forget` after the catalogue was read again."""
 
-    def __init__(self, catalog: Catalog, access: Access, clock: Callable[[], float] = time.time) -> None:
-        self._catalog, self._access, self._clock = catalog, access, clock
-        self._known: dict[bytes, tuple[bytes, bytes, float]] = {}
-        """With the time at which the client's key expires."""
+    def __init__(self, catalog: Catalog, access: Access) -> None:
+        self._catalog, self._access = catalog, access
+        self._known: dict[bytes, tuple[bytes, float]] = {}
+        """What follows the date, and the time at which the client's key expires."""
         self._bytes = 0
         self._ring = access.ring
         self._second, self._date = 0, b""
@@ -61,17 +61,17 @@ class Reads:
         if self._ring is not self._access.ring:
             self._ring = self._access.ring
             self.forget()
-        now = self._clock()
+        now = time.time()
         found = self._known.get(request) or self._build(request)
-        if found is None or now >= found[2]:
+        if found is None or now >= found[1]:
             return None
         second = int(now)
         if second != self._second:
             self._second, self._date = second, formatdate(second, usegmt=True).encode()
         self._answered.inc()
-        return found[0] + self._date + found[1]
+        return _OK + self._date + found[0]
 
-    def _build(self, request: bytes) -> tuple[bytes, bytes, float] | None:
+    def _build(self, request: bytes) -> tuple[bytes, float] | None:
         head = read_head(request)
         if head is None:
             return None
@@ -86,23 +86,23 @@ class Reads:
             return None
         if len(self._known) >= MAX_KNOWN or self._bytes >= MAX_KNOWN_BYTES:
             self.forget()
-        found = self._known[request] = (*answer, float("inf") if key is None else key.until)
-        self._bytes += len(request) + len(answer[1])
+        found = self._known[request] = (answer, float("inf") if key is None else key.until)
+        self._bytes += len(request) + len(answer)
         return found
 
-    def _find(self, path: bytes, key: ApiKey | None) -> tuple[bytes, bytes] | None:
+    def _find(self, path: bytes, key: ApiKey | None) -> bytes | None:
         catalog, schema = self._catalog, None
         kind, _, text = path.decode("ascii").rpartition("/")
-        match f"{kind}/".encode():
-            case b"/v1/schemas/":
+        match kind:
+            case "/v1/schemas":
                 schema = catalog.by_fingerprint.get(text)
-            case b"/schemas/ids/" if text.isdigit() and len(text) < 12:
+            case "/schemas/ids" if text.isdigit() and len(text) < 12:
                 schema = catalog.by_id.get(int(text))
-            case b"/schemas/guids/":
+            case "/schemas/guids":
                 schema = catalog.by_guid.get(text)
         if schema is None or not covers_schema(key, schema):
             return None
-        return _own(schema) if path.startswith(_FINGERPRINT) else _confluent(schema, with_id=path.startswith(_GUID))
+        return _own(schema) if kind == "/v1/schemas" else _confluent(schema, with_id=kind == "/schemas/guids")
 
 
 def read_head(request: bytes) -> tuple[bytes, dict[bytes, bytes]] | None:
@@ -125,21 +125,21 @@ def read_head(request: bytes) -> tuple[bytes, dict[bytes, bytes]] | None:
     return None if found is None or b"host" not in headers else (found[1], headers)
 
 
-def _own(schema: Schema) -> tuple[bytes, bytes]:
+def _own(schema: Schema) -> bytes:
     more = {**FOR_EVER, "ETag": f'"{schema.stored.fingerprint}"'}
     return _render("application/json", orjson.dumps(schema_view(schema)), more)
 
 
-def _confluent(schema: Schema, *, with_id: bool) -> tuple[bytes, bytes]:
+def _confluent(schema: Schema, *, with_id: bool) -> bytes:
     body = {**confluent_schema(schema), "guid": schema.guid, **({"id": schema.id} if with_id else {})}
     return _render(CONFLUENT, orjson.dumps(body), {})
 
 
-def _render(media: str, body: bytes, more: dict[str, str]) -> tuple[bytes, bytes]:
-    """The parts around the date."""
+def _render(media: str, body: bytes, more: dict[str, str]) -> bytes:
+    """What follows the date."""
     headers = {"Content-Type": media, "Content-Length": str(len(body)), "X-Content-Type-Options": "nosniff", **more}
     lines = "".join(f"\r\n{name}: {value}" for name, value in headers.items())
-    return b"HTTP/1.1 200 OK\r\nDate: ", lines.encode() + b"\r\n\r\n" + body
+    return lines.encode() + b"\r\n\r\n" + body
 
 
 class Front(asyncio.Protocol):

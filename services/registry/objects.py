@@ -95,10 +95,6 @@ class Watched:
     def __init__(self, objects: Objects) -> None:
         self._objects, self.url = objects, objects.url
 
-    @property
-    def failed(self) -> str | None:
-        return self._objects.failed
-
     async def create(self, name: str, content: bytes) -> bool:
         with self._show():
             return await self._objects.create(name, content)
@@ -118,7 +114,7 @@ class Watched:
         except StoreUnavailable:
             metrics.REGISTRY_STORE_UP.set(0)
             raise
-        metrics.REGISTRY_STORE_UP.set(self.failed is None)
+        metrics.REGISTRY_STORE_UP.set(self._objects.failed is None)
 
 
 class Folder:

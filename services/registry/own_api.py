@@ -38,7 +38,6 @@ class OwnApi:
         return self._registrar.catalog
 
     def routes(self) -> list[web.RouteDef]:
-        """All of them."""
         return [
             web.get("/openapi.json", self.openapi),
             web.get("/v1/schemas", self.find),

@@ -288,13 +288,13 @@ class Registrar:
         """Set a level; None: the default applies again. Raises Refused."""
         if level is not None and level not in LEVELS:
             raise Refused(problems.BAD_LEVEL, f"The level is none of {', '.join(LEVELS)}.")
-        await self._set(SetLevel(subject, level), lambda: self._own(subject, "level") == level, by)
+        await self._set(SetLevel(subject, level), lambda: self.own(subject, "level") == level, by)
 
     async def set_mode(self, subject: str | None, mode: str | None, by: str) -> None:
         """Set a mode; None: the default applies again. Raises Refused."""
         if mode is not None and mode not in MODES:
             raise Refused(problems.BAD_MODE, f"The mode is none of {', '.join(MODES)}.")
-        await self._set(SetMode(subject, mode), lambda: self._own(subject, "mode") == mode, by)
+        await self._set(SetMode(subject, mode), lambda: self.own(subject, "mode") == mode, by)
 
     async def deprecate(self, change: Deprecate, by: str) -> None:
         """Mark versions. Raises nothing when they are marked already."""
@@ -306,7 +306,8 @@ class Registrar:
 
         await self._set(change, is_so, by)
 
-    def _own(self, subject: str | None, what: str) -> str | None:
+    def own(self, subject: str | None, what: str) -> str | None:
+        """The level or the mode that was set for a subject, or for all (None); None: none was."""
         holder = self.catalog if subject is None else self.catalog.subjects.get(subject)
         return None if holder is None else getattr(holder, what)
 

@@ -9,7 +9,6 @@ from services.registry.schema_reader import Candidate
 
 
 def references_view(references: tuple[Reference, ...]) -> list[dict[str, Any]]:
-    """As clients of Confluent's registry know references."""
     return [{"name": one.name, "subject": one.subject, "version": one.version} for one in references]
 
 
@@ -56,7 +55,6 @@ def schema_view(schema: Schema) -> dict[str, Any]:
 
 
 def version_view(version: Version) -> dict[str, Any]:
-    """A version of a subject."""
     stored = version.schema.stored
     return {
         "version": version.number,

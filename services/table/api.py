@@ -18,13 +18,14 @@ from services.core import metrics
 from services.core.broker.errors import BrokerError, OffsetOutOfRange
 from services.core.keys import ApiKey
 from services.core.offset_token import Token, format_token, parse_token
+from services.core.times import now_ms
 from services.table import problems
 from services.table.access import Access, unknown_table
 from services.table.follower import Applied, Follower
 from services.table.http_server import JSON, Answer, Request
 from services.table.problems import Refused
 from services.table.snapshots import Snapshots
-from services.table.store import Change, Rebuild, Row, Store, now_ms
+from services.table.store import Change, Rebuild, Row, Store
 
 MAX_KEY_BYTES = 1024
 MAX_LIMIT, DEFAULT_LIMIT = 1000, 100

@@ -70,7 +70,7 @@ async def start(settings: TableSettings, supervision: Supervision) -> None:
             )
             stack.push_async_callback(follower.close)
             running.append(supervision.run(follower.run(stopping), name))
-        progress.find = lambda: (follower.step() for follower in followers.values())
+        progress.find = lambda: (follower.turns.step() for follower in followers.values())
         supervision.run(progress.run(stopping), "watch over the followers")
         behind_ms = round(settings.behind * 1000)
         api = Api(followers, access, openapi, wait=settings.wait, behind_ms=behind_ms, max_changes=settings.max_changes)

@@ -25,8 +25,9 @@ from services.core.broker.record import Batch, Record
 from services.core.event import CONTENT_TYPE
 from services.core.lifecycle import wait_for_stop
 from services.core.offset_token import mark_of
-from services.core.progress import Step, Turns
-from services.table.store import FORMAT, Change, Meta, Position, Rebuild, Store, now_ms
+from services.core.progress import Turns
+from services.core.times import now_ms
+from services.table.store import FORMAT, Change, Meta, Position, Rebuild, Store
 
 log = structlog.get_logger()
 
@@ -160,10 +161,6 @@ class Follower:
     def damaged(self, rebuild: Rebuild) -> None:
         """A reader has found the file damaged: build it again."""
         self._rebuild = rebuild
-
-    def step(self) -> Step:
-        """For the `ProgressWatch`."""
-        return self.turns.step()
 
     # The loop.
 

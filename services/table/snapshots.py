@@ -19,11 +19,12 @@ import structlog
 from services.core import metrics
 from services.core.broker.contract import PartitionRange
 from services.core.file_watch import UnusableFile, read_private
+from services.core.times import now_ms
 from services.table import problems
 from services.table.follower import Follower
 from services.table.http_server import Request
 from services.table.problems import Refused
-from services.table.store import Meta, Rebuild, Store, now_ms
+from services.table.store import Meta, Rebuild, Store
 
 log = structlog.get_logger()
 Arguments = ParamSpec("Arguments")

@@ -8,7 +8,6 @@ One writer, in a thread; reads are on another connection, in the event loop: a r
 thread for each would take ten times as long.
 """
 
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -187,7 +186,6 @@ class Store:
                 connection.close()
 
     def close(self) -> None:
-        """Close the file."""
         for connection in (self._reader, self._writer):
             connection.close(True)
 
@@ -244,8 +242,3 @@ def _behind(prefix: bytes) -> bytes | None:
     """The least key that is greater than all with this prefix; None: there is none."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes((kept[-1] + 1,)) if kept else None
-
-
-def now_ms() -> int:
-    """The wall clock."""
-    return time.time_ns() // 1_000_000

@@ -13,17 +13,18 @@ from aiohttp import ClientSession, web
 from playwright.async_api import Browser, expect
 
 from services.core.bearer import Tokens, read_tokens
+from services.core.page_files import load_files
 from services.observer import page as page_module
 from services.observer.explain import Explanation, Missing
 from services.observer.http import serve_api
 from services.observer.ledger_api import format_minute, read_minute
-from services.observer.page import add_page, load_files
+from services.observer.page import add_page
 from services.observer.view import View
 from tests.browser.conftest import open_page
 from tests.browser.views import HOSTILE, NOW_MIN, make_story, make_view
 from tests.support.ports import free_port
 
-FILES = load_files()
+FILES = load_files("services.observer.page")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.fleet.problem import CommandFailed
-from services.fleet.registry_client import Registry, ask
+from services.fleet.verbs.schemas import Registry, ask
 from tests.unit.registry.service import Client, running_registry
 from tests.unit.registry.test_api import IDL, INCOMPATIBLE, V1
 

@@ -69,7 +69,7 @@ def create_backup(source: Source, into: Path, show: Show) -> Made:
         with _only_one(into), _draft(into) as draft:
             manifest, held_s = _copy(source, draft, show)
             manifest = seal(draft, manifest)
-            folder = into / _name_of(manifest)
+            folder = into / manifest.cut.replace("-", "").replace(":", "")
             draft.rename(folder)
             sync_folder(into)
         return Made(folder, manifest, held_s)
@@ -83,10 +83,6 @@ def create_backup(source: Source, into: Path, show: Show) -> Made:
         raise CommandFailed(
             f"no backup was made: {where}{error.strerror or error}", f"freeing space in {into}, or another folder"
         ) from error
-
-
-def _name_of(manifest: Manifest) -> str:
-    return manifest.cut.replace("-", "").replace(":", "")
 
 
 @contextmanager

@@ -39,7 +39,6 @@ class Filter:
         return bool(self._given())
 
     def matches(self, letter: DeadLetter) -> bool:
-        """Whether the filter selects this dead letter."""
         return (
             self.has(lane_name(letter.pipe, letter.destination))
             and self.reason in (None, letter.reason)

@@ -177,7 +177,6 @@ class Outage:
 
 
 def render_chaos(result: DemoResult) -> RenderableType:
-    """The tables at the end of the demo."""
     words = f"{result['broker']}, {result['seconds']} s from the first event to the last delivery: {SHAKY} was down "
     words += f"for {result['outage_s']} s, "
     end = "nothing lost" if result["ok"] else f"{result['lost']} lost"

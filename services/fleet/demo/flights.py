@@ -74,7 +74,6 @@ class Tracker:
     lags_ms: list[int] = field(default_factory=list)
 
     def add(self, received: Received) -> None:
-        """Count one request."""
         if received.signed is not True:
             self.unsigned += 1
             return

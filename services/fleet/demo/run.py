@@ -145,7 +145,6 @@ def make_result(
 
 
 def render_result(result: DemoResult) -> RenderableType:
-    """The tables at the end of the demo."""
     wrongs = {
         "not accepted": result["sent"] - result["accepted"],
         "lost": result["lost"],

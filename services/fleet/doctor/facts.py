@@ -65,6 +65,11 @@ class Instance:
         """Whether the process is on this machine, under a supervisor."""
         return self.restarts is not None
 
+    def said(self, *events: str, **fields: str) -> list[str]:
+        """As evidence: the newest line of its log with one of these events and these fields, if there is one."""
+        lines = [one for one in self.lines if one.event in events and fields.items() <= one.fields.items()]
+        return [f"its log: {line.text[:300]}" for line in lines[-1:]]
+
 
 @dataclass(frozen=True, slots=True)
 class Disk:
@@ -221,7 +226,6 @@ class Facts:
         return self.stopped or (self.supervisor is not None and self.supervisor.status in ("gone", "zombie"))
 
     def of(self, service: str) -> list[Instance]:
-        """The instances of a service."""
         return [one for one in self.instances if one.service == service]
 
     def series(self, metric: str, **labels: str) -> Iterator[tuple[Instance, dict[str, str], float, float]]:
@@ -244,13 +248,13 @@ class Facts:
                 if name == metric and wanted <= found:
                     yield one, dict(found), before.get((name, found)), value
 
-    def total(self, metric: str, **labels: str) -> float:
-        """The sum of a metric over all instances."""
-        return sum(value for _, _, value, _ in self.series(metric, **labels))
+    def total(self, metric: str, of: Instance | None = None, /, **labels: str) -> float:
+        """The sum of a metric over all instances, or of one."""
+        return sum(value for one, _, value, _ in self.series(metric, **labels) if of is None or one is of)
 
-    def growth(self, metric: str, **labels: str) -> float:
-        """How much a counter grew between the two readings, over all instances."""
-        return sum(grown for _, _, _, grown in self.series(metric, **labels))
+    def growth(self, metric: str, of: Instance | None = None, /, **labels: str) -> float:
+        """How much a counter grew between the two readings, over all instances, or of one."""
+        return sum(grown for one, _, _, grown in self.series(metric, **labels) if of is None or one is of)
 
     def age_of(self, one: Instance) -> float | None:
         """Seconds since its start; None where neither the operating system nor its metrics say it."""

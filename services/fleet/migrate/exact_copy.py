@@ -14,6 +14,7 @@ from services.core.broker.contract import MAX_APPEND_BYTES, Broker
 from services.core.broker.errors import OffsetOutOfRange, OutcomeUnknown, Unavailable
 from services.core.broker.record import Record, split_by_size
 from services.fleet.migrate.copying import APPEND_S, GIVE_UP, PAGE, Complete, CopyDiffers, OriginCount, gather_few
+from services.fleet.migrate.stream_source import removed
 
 _DOUBTS, _AGAIN_S = 5, 0.5
 _MOST_TURNS = 20
@@ -154,10 +155,7 @@ class ExactCopy:
         try:
             batch = await broker.reader.read(self._stream, partition, at, max_records=count)
         except OffsetOutOfRange as error:
-            text = (
-                f"{self._stream}[{partition}]: retention has removed offset {offset} before it was copied and compared"
-            )
-            raise CopyDiffers(text, GIVE_UP) from error
+            raise removed(f"{self._stream}[{partition}]", offset) from error
         if batch is None:
             raise Unavailable(f"{self._stream}[{partition}]: offset {at} is not there yet")
         if batch.damage is not None or list(batch.offsets) != list(range(at, at + len(batch.records))):

@@ -184,8 +184,8 @@ class Migration:
         except UnknownTopic as error:
             raise CommandFailed(f"{home.readers} has no topic {self._stream}", "penstock apply") from error
         self._require_whole_shards(home.readers, await source.reader.describe(self._stream), partitions)
-        there = await self._incarnation(target)
-        if there is not None and there == await self._incarnation(source):
+        there = await incarnation_of(target, self._stream)
+        if there is not None and there == await incarnation_of(source, self._stream):
             raise CommandFailed(
                 f"{to} and {home.readers} are the same broker: both have the same topic {self._stream}",
                 "another URL for one of them, or another ?prefix=, under `brokers:` in the pipe file",
@@ -193,9 +193,9 @@ class Migration:
         self._before("create")
         if home.former == to:  # its end is not certain: an append whose writer was frozen may have arrived later
             await self._former.store_late(home, target, there)
-            await self._delete_topic(home, target, there)
+            await self._former.delete(home, target, there)
         elif home.undone == to:
-            await self._delete_topic(home, target, home.copy)
+            await self._former.delete(home, target, home.copy)
         retention = (await self._load_pipes(to)).streams[self._stream].retention
         spec = TopicSpec(self._stream, partitions, retention_ms=int(retention * 1000))
         try:
@@ -234,9 +234,6 @@ class Migration:
                 "the owner of that topic; or another ?prefix= for this broker in the pipe file",
             )
         await target.admin.check_durability([self._stream])
-
-    async def _incarnation(self, broker: Broker) -> str | None:
-        return await incarnation_of(broker, self._stream)
 
     async def _named(self, name: str) -> Broker:
         return await self._fleet.brokers.named(name)
@@ -368,7 +365,7 @@ class Migration:
         await self._homes.refresh()
         home = self.home
         if home.state is None and home.undone:
-            await self._delete_topic(home, await self._named(home.undone), home.copy)
+            await self._former.delete(home, await self._named(home.undone), home.copy)
             return self.result()
         if home.state is None and not home.former:
             raise CommandFailed(f"{self._stream} is not being moved", f"penstock migrate {self._stream} --status")
@@ -387,7 +384,7 @@ class Migration:
             await self._record("released", home)
         if await self._record("undone", self.home):
             await self._homes.refresh()
-            await self._delete_topic(self.home, await self._named(home.to), self.home.copy)
+            await self._former.delete(self.home, await self._named(home.to), self.home.copy)
         return self.result()
 
     async def finish(self) -> Result:
@@ -398,9 +395,9 @@ class Migration:
             text = f"is being moved to {home.to}" if home.state is not None else "has no former topic"
             raise CommandFailed(f"{self._stream} {text}: there is nothing to finish", "--status")
         former = await self._named(home.former)
-        incarnation = await self._incarnation(former)
+        incarnation = await incarnation_of(former, self._stream)
         await self._former.store_late(home, former, incarnation)
-        await self._delete_topic(home, former, incarnation)
+        await self._former.delete(home, former, incarnation)
         await self._patiently(partial(self._record_finished, home))
         return self.result()
 
@@ -430,6 +427,3 @@ class Migration:
             f"somebody else has moved {self._stream} meanwhile, so this command has ended",
             f"penstock migrate {self._stream} --status",
         )
-
-    async def _delete_topic(self, home: Home, broker: Broker, incarnation: str | None) -> None:
-        await self._former.delete(home, broker, incarnation)

@@ -67,7 +67,6 @@ def require_whole(batch: Batch, at: int, *, is_contiguous: bool) -> None:
         )
 
 
-def removed(source: StreamSource, partition: int, offset: int) -> CopyDiffers:
-    """The error of a copy that cannot go on."""
-    text = f"{source.stream}[{partition}]: retention has removed offset {offset} before it was copied and compared"
-    return CopyDiffers(text, GIVE_UP)
+def removed(name: str, offset: int) -> CopyDiffers:
+    """The error of a copy that cannot go on. name: of the stream and the partition."""
+    return CopyDiffers(f"{name}: retention has removed offset {offset} before it was copied and compared", GIVE_UP)

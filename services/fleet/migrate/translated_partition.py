@@ -164,7 +164,7 @@ class TranslatedPartition:
                 records = await self._source.read(self._partition, self._source_at, end)
             except OffsetOutOfRange as error:
                 if self.begin is not None or error.start <= self._source_at:
-                    raise removed(self._source, self._partition, self._source_at) from error
+                    raise removed(self._name, self._source_at) from error
                 self._source_at = error.start
                 continue
             if self.begin is None:

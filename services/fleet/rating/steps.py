@@ -113,7 +113,6 @@ def step_line(step: RatingStep) -> str:
 
 
 def summary(service: str, rating: Rating) -> list[str]:
-    """The rating in words."""
     if rating.rate == 0:
         return [f"One {service} instance did not keep pace with the first step. Try: a lower --first"]
     lines = [f"One {service} instance handles {_round(rating.rate):,} events a second on this machine."]

@@ -77,7 +77,7 @@ def summary(manifest: Manifest) -> dict[str, Any]:
 def _print_made(made: Made) -> None:
     manifest = made.manifest
     print_note(f"{made.folder}", "bold green")
-    print_note(f"  {_contents(manifest)}, as of {manifest.cut}; {_size(manifest.bytes)}")
+    print_note(f"  {_contents(manifest)}, as of {manifest.cut}; {manifest.bytes / (1 << 20):,.1f} MiB")
     if manifest.log is not None:
         print_note(f"  writers waited {made.held_s * 1000:.0f} ms")
     for line in manifest.left_out:
@@ -100,7 +100,6 @@ def _contents(manifest: Manifest) -> str:
 
 
 def topic_table(topics: Sequence[TopicCopy]) -> Table:
-    """One row per topic of the log in a backup."""
     table = make_table(
         "topic", "partitions", "records", "highest offset", right=("partitions", "records", "highest offset")
     )
@@ -167,7 +166,3 @@ def _progress(what: str) -> Iterator[tuple[Callable[[int], None], Callable[[int]
     with Progress(*columns, console=ERR, disable=not ERR.is_terminal, transient=True) as progress:
         task = progress.add_task(what, total=None)
         yield lambda total: progress.update(task, total=total), lambda more: progress.update(task, advance=more)
-
-
-def _size(count: int) -> str:
-    return f"{count / (1 << 20):,.1f} MiB"

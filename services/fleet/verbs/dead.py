@@ -7,7 +7,6 @@ from typing import Annotated
 import msgspec
 import typer
 import uvloop
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from services.core.audit import DISCARD
 from services.core.broker.producer import Producer
@@ -16,7 +15,7 @@ from services.core.pipes import PipeFile, load_pipes, own_streams
 from services.core.topic_names import lane_name
 from services.core.units import format_count
 from services.fleet.access import find_broker, find_pipes, opened
-from services.fleet.console import ERR, OUT, confirm, print_note
+from services.fleet.console import OUT, confirm, count_progress, print_note
 from services.fleet.dead.audit import Auditor, read_audit, whoami
 from services.fleet.dead.found import DeadLetterSearch, Filter, StoredRanges, restore, with_payloads
 from services.fleet.dead.redrive import LATE, LATE_WARNING, REMEDIES, Redrive, Redriven, RedriveTargets
@@ -232,7 +231,7 @@ async def _redrive(
                 counts = await found.count_reasons()
                 if to_stream and counts[LATE]:
                     print_note(LATE_WARNING.format(count=counts[LATE]), "yellow")
-                with _progress() as progress:
+                with count_progress() as progress:
                     bar = progress.add_task("redriving", total=counts.total())
 
                     def show(so_far: Redriven) -> None:
@@ -252,11 +251,6 @@ async def _redrive(
     return done, None
 
 
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=ERR, disable=not ERR.is_terminal)
-
-
 @DEAD.command(
     epilog=example("penstock dead discard --pipe orders --reason bad_record --until 2026-11-01T00:00:00Z --yes")
 )
@@ -273,16 +267,13 @@ def discard(
     as_json: AsJson = False,
 ) -> None:
     """Mark dead letters as done. They are no longer listed. They stay in their topic until its retention ends."""
-    where, chosen = (
-        make_filter(pipe, destination, reason, since, until, pipes=find_pipes(None, data)),
-        read_positions(positions),
-    )
+    where = make_filter(pipe, destination, reason, since, until, pipes=find_pipes(None, data))
+    chosen = read_positions(positions)
     require_choice(where, chosen)
     url = find_broker(broker, data)
     stored, count = uvloop.run(_count(url, where, chosen))
     if count and not yes:
-        what = format_count(count, "dead letter")
-        confirm(f"{what} will no longer be listed. Discard?")
+        confirm(f"{format_count(count, 'dead letter')} will no longer be listed. Discard?")
     count = uvloop.run(_discard(url, where, chosen, stored, whoami()))
     if as_json:
         typer.echo(json.dumps({"discarded": count}))

@@ -66,24 +66,18 @@ class Deliveries:
 def list_deliveries(sample: Sample, name: str, pipe: str | None) -> list[Deliveries]:
     """The lanes of this destination, in every pipe or in one, that a process of expel has."""
     breakers: dict[str, int] = {}
-    for (metric, labels), value in sample.values.items():
-        found = dict(labels)
-        if metric == "penstock_expel_breaker_state" and found["destination"] == name and pipe in (None, found["pipe"]):
-            lane = lane_name(found["pipe"], name)
-            breakers[lane] = max(breakers.get(lane, 0), min(2, int(value)))
+    for found, value in sample.children("penstock_expel_breaker_state", destination=name):
+        if pipe in (None, found["pipe"]):
+            breakers[found["pipe"]] = max(breakers.get(found["pipe"], 0), min(2, int(value)))
     return [
-        Deliveries(lane, BREAKER_STATES[worst], _requests(sample, lane)) for lane, worst in sorted(breakers.items())
+        Deliveries(lane_name(of_pipe, name), BREAKER_STATES[worst], _requests(sample, of_pipe, name))
+        for of_pipe, worst in sorted(breakers.items())
     ]
 
 
-def _requests(sample: Sample, lane: str) -> dict[str, int]:
-    return {
-        dict(labels)["outcome"]: int(value)
-        for (metric, labels), value in sample.values.items()
-        if metric == "penstock_expel_attempts_total"
-        and value
-        and lane_name(dict(labels)["pipe"], dict(labels)["destination"]) == lane
-    }
+def _requests(sample: Sample, pipe: str, destination: str) -> dict[str, int]:
+    found = sample.children("penstock_expel_attempts_total", pipe=pipe, destination=destination)
+    return {labels["outcome"]: int(value) for labels, value in found if value}
 
 
 Name = Annotated[str, typer.Argument(help="The destination's name, or PIPE/DESTINATION.")]

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 import uvloop
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -23,7 +22,7 @@ from services.core.times import date_of, parse_time
 from services.core.topic_names import renames_of
 from services.core.units import format_count
 from services.fleet.access import find_broker, find_fleet, load_found_pipes, opened
-from services.fleet.console import ERR, OUT, confirm, make_table, print_note
+from services.fleet.console import OUT, confirm, count_progress, make_table, print_note
 from services.fleet.dead.audit import Auditor, whoami
 from services.fleet.dead.view import plain
 from services.fleet.lanes import Lane, find_lanes, parse_offset
@@ -43,9 +42,10 @@ from services.fleet.offsets import (
 )
 from services.fleet.paused import pause_json
 from services.fleet.problem import CommandFailed
-from services.fleet.status import read_status
+from services.fleet.status import read_status, transform_lag
 from services.fleet.status_view import millis
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
+from services.fleet.verbs.destination import MAX_REASON
 from services.fleet.verbs.transform_restart import restart_transform
 
 GROUP = typer.Typer(
@@ -53,7 +53,6 @@ GROUP = typer.Typer(
 )
 APP.add_typer(GROUP, name="group")
 
-MAX_REASON = 500
 _64_BITS = 1 << 63
 
 Selected = Annotated[str | None, typer.Argument(metavar="[PIPE[/DESTINATION]]", help="Default: every destination.")]
@@ -159,9 +158,7 @@ def _show_transforms(
     state = find_fleet(data) if names else None
     sample = None if state is None else uvloop.run(read_status(state, None)).sample
     for name in names:
-        metric, label = "penstock_broker_lag_records", ("group", name)
-        known = sample is not None and any(found == metric and label in labels for found, labels in sample.values)
-        behind = int(sample.total(metric, group=name)) if sample is not None and known else None
+        behind = None if sample is None else transform_lag(sample, name)
         if as_json:
             pause = None if name not in paused else pause_json(paused[name])
             typer.echo(json.dumps({"pipe": name, "transform": True, "paused": pause, "lag_records": behind}))
@@ -353,33 +350,18 @@ async def _skip(url: str, file: PipeFile, lane: Lane, moves: Sequence[Move], bec
         who = whoami()
         await Auditor(producer, who, {}).require_topic()
         await require_ledger(producer)
-        with _progress() as progress:
+        with count_progress() as progress:
             bar = progress.add_task("reporting", total=sum(move.count for move in moves))
             return await skip_events(
                 broker, producer, lane, moves, who, because, lambda events: progress.update(bar, completed=events)
             )
 
 
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=ERR, disable=not ERR.is_terminal)
-
-
 def _print(lane: Lane, moves: Sequence[Move], action: str, word: str, *, as_json: bool) -> None:
     events = sum(move.count for move in moves)
     if as_json:
-        rows = [move.as_json() for move in moves]
-        typer.echo(
-            json.dumps(
-                {
-                    "pipe": lane.pipe,
-                    "destination": lane.destination,
-                    "action": action,
-                    "events": events,
-                    "partitions": rows,
-                }
-            )
-        )
+        said = {"pipe": lane.pipe, "destination": lane.destination, "action": action, "events": events}
+        typer.echo(json.dumps({**said, "partitions": [move.as_json() for move in moves]}))
         return
     for move in moves:
         topic, number = move.now.source

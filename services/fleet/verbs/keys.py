@@ -126,7 +126,6 @@ def list_keys(keys: KeysPath = None, data: Data = Path("data"), as_json: AsJson 
 
 
 def key_table(keys: Iterable[ApiKey]) -> Table:
-    """One row per key."""
     table = make_table(
         "id", "name", "rate", "created", "expires", "revoked", "streams", right=["rate"], text=["name", "streams"]
     )

@@ -121,7 +121,6 @@ class Known:
 
 
 def group_table(known: Known) -> Table:
-    """One row per group."""
     table = make_table(
         "group",
         "working",

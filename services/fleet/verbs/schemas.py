@@ -3,11 +3,13 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
+import aiohttp
 import typer
 import uvloop
 from rich.text import Text
@@ -16,17 +18,19 @@ from services.core.avro.compatibility import Level
 from services.core.avro.json_document import SchemaError
 from services.core.avro.parsing import parse_schema
 from services.core.units import format_count
+from services.fleet.access import ingest_url, require_fleet
 from services.fleet.console import OUT, make_table, print_note
 from services.fleet.dead.view import plain
-from services.fleet.problem import CommandFailed, unreadable_file
-from services.fleet.registry_client import Registry, ask, find_registry
+from services.fleet.problem import CommandFailed, unreadable_file, why_no_answer
 from services.fleet.verbs.app import APP, AsJson, Data, example
-from services.fleet.verbs.send import read_api_key
+from services.fleet.verbs.send import KeyFile, read_api_key
 
 SCHEMAS = typer.Typer(help="Avro schemas of streams, in the registry: register, check, compare.", no_args_is_help=True)
 APP.add_typer(SCHEMAS, name="schemas")
 
 INCOMPATIBLE = 1
+_TIMEOUT = aiohttp.ClientTimeout(total=60.0)
+_WRONG_INPUT = frozenset({400, 404, 413, 415, 422})
 _IMPORT = re.compile(r'^\s*import\s+(?:idl|protocol|schema)\s+"([^"]+)"\s*;', re.MULTILINE)
 _PROTOCOLS = {".avpr": "avpr", ".avdl": "avdl"}
 
@@ -38,7 +42,6 @@ RegistryUrl = Annotated[
         help="The registry's URL. Default: that of the fleet on --data.",
     ),
 ]
-KeyFile = Annotated[Path | None, typer.Option("--key-file", help="A file with the API key; or set PENSTOCK_KEY.")]
 SubjectName = Annotated[
     str | None,
     typer.Option(
@@ -46,6 +49,12 @@ SubjectName = Annotated[
     ),
 ]
 SchemaFile = Annotated[Path, typer.Argument(help="A schema (.avsc) or a whole protocol (.avpr, .avdl).")]
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    url: str
+    key: str | None = field(default=None, repr=False)
 
 
 @SCHEMAS.command(
@@ -197,7 +206,7 @@ def show(
     _, answer = uvloop.run(ask(_target(registry, key_file, data), "GET", f"/v1/subjects/{quote(name, safe='')}"))
     if version:
         one = _find_version(answer, version)
-        typer.echo(json.dumps(one) if as_json else _pretty(one["schema"]))
+        typer.echo(json.dumps(one) if as_json else json.dumps(json.loads(one["schema"]), indent=2, ensure_ascii=False))
         return
     if as_json:
         typer.echo(json.dumps(answer))
@@ -262,8 +271,53 @@ def _print_together(answer: dict[str, Any], makes: str) -> None:
             OUT.print(Text(f"  {json.dumps(step)}"))
 
 
-def _target(registry: str | None, key_file: Path | None, data: Path) -> Registry:
-    return find_registry(registry, read_api_key(key_file, os.environ), data)
+def _target(url: str | None, key_file: Path | None, data: Path) -> Registry:
+    """The registry as given, or that of the fleet on the data folder. Blocking. Raises CommandFailed."""
+    key = read_api_key(key_file, os.environ)
+    if url is not None:
+        if not url.startswith(("http://", "https://")):
+            raise CommandFailed(
+                "--registry needs the address of a registry", "--registry http://127.0.0.1:8084", status=2
+            )
+        return Registry(url.rstrip("/"), key)
+    state = require_fleet(data, "--registry with the address of a registry")
+    if not state.registry:
+        raise CommandFailed(
+            f"the fleet on {data} runs no registry", "penstock up --registry 127.0.0.1:8084, or --registry here"
+        )
+    return Registry(ingest_url(state.registry), key)
+
+
+async def ask(
+    registry: Registry,
+    method: str,
+    path: str,
+    body: dict[str, Any] | None = None,
+    *,
+    accept: Collection[int] = (),
+) -> tuple[int, dict[str, Any]]:
+    """The status and the JSON of the answer. accept: refusals that are returned.
+
+    Raises CommandFailed with the registry's own message for any other refusal; status 2 where the input is wrong.
+    """
+    head = {} if registry.key is None else {"Authorization": f"Bearer {registry.key}"}
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=_TIMEOUT, headers=head) as session,
+            session.request(method, registry.url + path, json=body, allow_redirects=False) as answer,
+        ):
+            found: dict[str, Any] = json.loads(await answer.read())  # orjson rounds integers of more than 64 bits
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise CommandFailed(
+            f"the registry at {registry.url} does not answer: {why_no_answer(error)}", "penstock status"
+        ) from error
+    if answer.status in (200, 201) or answer.status in accept:
+        return answer.status, found
+    if str(found.get("type", "")).endswith(":subject-not-found"):
+        raise CommandFailed("there is no such subject", "penstock schemas list", status=2)
+    text = ". ".join(str(found[key]) for key in ("title", "detail") if found.get(key))
+    remedy = "--key-file with an API key, or PENSTOCK_KEY" if answer.status == 401 else ""
+    raise CommandFailed(text, remedy, status=2 if answer.status in _WRONG_INPUT else 1)
 
 
 def _read(file: Path) -> str:
@@ -318,7 +372,3 @@ def _find_version(answer: dict[str, Any], version: str) -> dict[str, Any]:
             f"{answer['subject']} has no version {version}", f"1 to {len(answer['versions'])}", status=2
         )
     return dict(found[0])
-
-
-def _pretty(schema: str) -> str:
-    return json.dumps(json.loads(schema), indent=2, ensure_ascii=False)

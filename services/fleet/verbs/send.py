@@ -28,6 +28,8 @@ from services.fleet.verbs.app import APP, Data, example
 
 MAX_BYTES = 10_000
 
+KeyFile = Annotated[Path | None, typer.Option("--key-file", help="A file with the API key; or set PENSTOCK_KEY.")]
+
 
 def read_secret_file(path: Path) -> str:
     """The text of the file, stripped. Blocking. Raises CommandFailed, whose message never shows the content."""
@@ -67,9 +69,7 @@ def send(
             "--url", envvar="PENSTOCK_URL", help="The address of ingest. Default: that of the fleet on --data."
         ),
     ] = None,
-    key_file: Annotated[
-        Path | None, typer.Option("--key-file", help="A file with the API key; or set PENSTOCK_KEY.")
-    ] = None,
+    key_file: KeyFile = None,
     batch: Annotated[int, typer.Option("--batch", min=1, max=10_000, help="The most events per request.")] = 100,
     in_flight: Annotated[
         int,

@@ -10,12 +10,13 @@ import typer
 import uvloop
 from rich.live import Live
 
+from services.core.lifecycle import wait_for_stop
 from services.core.pipes import load_pipes
 from services.fleet.access import require_fleet
 from services.fleet.console import OUT
 from services.fleet.status import read_status, summarise
 from services.fleet.status_view import render_status
-from services.fleet.stop import Stop, stop_on_signals
+from services.fleet.stop import stop_on_signals
 from services.fleet.verbs.app import APP, Data, example
 
 REFRESH_EVERY_S = 1.0
@@ -44,7 +45,10 @@ async def _run(data: Path, *, watch: bool, as_json: bool) -> None:
     previous = (await read_status(state, None)).sample
     with stop_on_signals() as stop, contextlib.ExitStack() as stack:
         live = stack.enter_context(Live(console=OUT, auto_refresh=False)) if watch and not as_json else None
-        while not await _wait(stop):
+        while True:
+            await wait_for_stop(stop.asked, REFRESH_EVERY_S)
+            if stop.asked.is_set():
+                return
             current = await read_status(await asyncio.to_thread(require_fleet, data), previous)
             previous = current.sample
             found = await summarise(current, pipes)
@@ -56,13 +60,3 @@ async def _run(data: Path, *, watch: bool, as_json: bool) -> None:
                 OUT.print(render_status(found))
             if not watch:
                 return
-
-
-async def _wait(stop: Stop) -> bool:
-    """Wait until the next refresh. Returns whether a stop is requested."""
-    try:
-        async with asyncio.timeout(REFRESH_EVERY_S):
-            await stop.asked.wait()
-    except TimeoutError:
-        return False
-    return True

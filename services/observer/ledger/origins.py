@@ -224,7 +224,6 @@ class PackedOrigins:
 
     @classmethod
     def of(cls, origins: Origins) -> "PackedOrigins":
-        """The same origins."""
         return cls(PackedRun.of(run, numbers) for run, numbers in sorted(origins.runs()))
 
     def unpack(self) -> Origins:

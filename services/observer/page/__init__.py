@@ -5,33 +5,19 @@ client delays no other.
 """
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Mapping
-from importlib.resources import files
 
 import msgspec
-from aiohttp import hdrs, web
+from aiohttp import web
 
 from services.core.lifecycle import wait_for_stop
+from services.core.page_files import GUARDS, add_file
 from services.observer.view import View
 
 MAX_CLIENTS = 64
 INTERVAL_S = 2.0
 WRITE_WITHIN_S = 10.0
 """A client that reads nothing for so long is disconnected; it connects again by itself."""
-_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
-_GUARDS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
-
-
-def load_files() -> dict[str, bytes]:
-    """The page's files by name. Blocking."""
-    return {file.name: file.read_bytes() for file in files("services.observer.page").joinpath("static").iterdir()}
 
 
 def add_page(
@@ -42,24 +28,10 @@ def add_page(
     page: from `load_files`. view: must not block; called at most twice per interval, for all clients together.
     """
     for name, content in page.items():
-        _add_file(app, name, content)
+        add_file(app, "/" if name == "index.html" else f"/{name}", name, content)
     stream = ViewStream(view, interval)
     app.router.add_get("/v1/stream", stream.serve)
     app.on_shutdown.append(stream.close)
-
-
-def _add_file(app: web.Application, name: str, content: bytes) -> None:
-    etag = hashlib.sha256(content).hexdigest()[:16]
-    kind = _TYPES[name.rpartition(".")[2]]
-
-    async def serve(request: web.Request) -> web.Response:
-        known = request.if_none_match
-        if known is not None and any(tag.value == etag for tag in known):
-            return web.Response(status=304, headers={**_GUARDS, hdrs.ETAG: f'"{etag}"'})
-        headers = {**_GUARDS, hdrs.ETAG: f'"{etag}"'}
-        return web.Response(body=content, content_type=kind, charset="utf-8", headers=headers)
-
-    app.router.add_get("/" if name == "index.html" else f"/{name}", serve)
 
 
 class ViewStream:
@@ -77,7 +49,7 @@ class ViewStream:
         if self.clients >= MAX_CLIENTS:
             raise web.HTTPServiceUnavailable(text=f"there are {MAX_CLIENTS} clients already. Try: again later\n")
         response = web.StreamResponse(
-            headers={**_GUARDS, "Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+            headers={**GUARDS, "Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         )
         self.clients += 1
         try:

@@ -42,10 +42,8 @@ from services.fleet.folder import FleetState, describe_loss, lock_folder, take_r
 from services.fleet.problem import CommandFailed
 from services.registry import entries, object_log
 from tests.faults.registry_child import make_schema, open_registrar
-from tests.unit.fleet.test_cli import Shell, shell
+from tests.unit.fleet.conftest import Shell
 from tests.unit.log.sample import SetClock
-
-__all__ = ["shell"]
 
 GROUP = "lane"
 PIPES = """\

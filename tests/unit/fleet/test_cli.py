@@ -1,6 +1,5 @@
 """The command line: help that a person can follow, errors that say what, where and what to try, JSON for programs."""
 
-import asyncio
 import gzip
 import itertools
 import json
@@ -20,18 +19,18 @@ import pytest
 import structlog
 from typer.main import get_command
 
-from services.core.broker.connect import open_broker
 from services.core.keys import load_keys
 from services.core.pipe_stream import NO_SINGLE_FIELD
 from services.core.settings import variable_name
 from services.fleet import sender
 from services.fleet.access import ingest_url
-from services.fleet.cli import load_verbs, main
+from services.fleet.cli import load_verbs
 from services.fleet.event_source import SourceEvent
 from services.fleet.folder import FleetState, write_state
 from services.fleet.ports import free_port
 from services.fleet.settings import UpSettings, keys_of_ingest
 from services.fleet.verbs.app import APP
+from tests.unit.fleet.conftest import Shell, at_broker
 
 
 def find_verbs(command: object = None, path: str = "") -> Iterator[str]:
@@ -45,32 +44,6 @@ def find_verbs(command: object = None, path: str = "") -> Iterator[str]:
 
 load_verbs([])
 VERBS = list(find_verbs())
-
-
-class Shell:
-    """Runs verbs in this process. `out`, `err`: what the last one printed."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch, self._capsys = monkeypatch, capsys
-        self.out = self.err = ""
-
-    def run(self, *arguments: str | Path) -> int:
-        self._monkeypatch.setattr(sys, "argv", ["penstock", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        self.out, self.err = self._capsys.readouterr()
-        code = caught.value.code
-        assert code is None or isinstance(code, int)
-        return code or 0
-
-
-@pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Shell:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    for name in ("PENSTOCK_KEY", "PENSTOCK_WEBHOOK_SECRET", "PENSTOCK_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
-    return Shell(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -179,7 +152,7 @@ def test_no_colours_outside_a_terminal(shell: Shell) -> None:
 def test_mistakes_are_status_2_and_named(shell: Shell, command: str, message: str) -> None:
     """Broken: a mistake gives a traceback, or nothing that helps."""
     assert shell.run(*command.split()) == 2
-    assert message in " ".join(shell.err.replace("│", " ").split())
+    assert message in shell.said
     assert "Traceback" not in shell.err
 
 
@@ -278,13 +251,13 @@ pipes:
     (tmp_path / "settings.yaml").write_text("transform: {master: 'spark://one:7077'}\n")
     assert shell.run("check", "--config", "settings.yaml") == 2
     refused = "pipes.yaml:4: tables.names.parquet: the executors of spark://one:7077 read it, on other hosts"
-    assert refused in " ".join(shell.err.split())
+    assert refused in shell.said
     text = (tmp_path / "pipes.yaml").read_text()
     (tmp_path / "pipes.yaml").write_text(text.replace("parquet: names", 'parquet: "s3a://bucket/names"'))
     assert modes("--config", "settings.yaml") == {"p": "plan", "q": "cluster", "r": "interval"}
     assert shell.run("check", "--config", "settings.yaml") == 0
     cluster = "note: micro-batch, not real-time, in q: the number of task slots of a cluster changes"
-    assert cluster in " ".join(shell.err.split())
+    assert cluster in shell.said
 
 
 def test_check_knows_the_networks_of_the_fleet(shell: Shell, tmp_path: Path) -> None:
@@ -339,7 +312,7 @@ def test_check_warns_of_a_secret_among_the_headers(shell: Shell, tmp_path: Path)
     )
     assert shell.run("check") == 0
     warning = "pipes.yaml:6: pipes.p.destinations[x].webhook.headers.X-Api-Key: looks like a secret"
-    assert f"warning: {warning}" in " ".join(shell.err.split())
+    assert f"warning: {warning}" in shell.said
     assert "k3y" not in shell.err
     assert shell.run("check", "--json") == 0
     (found,) = json.loads(shell.out)["warnings"]
@@ -393,7 +366,7 @@ def test_apply_creates_keeps_and_never_grows_silently(shell: Shell, tmp_path: Pa
     grown = "a has 3 partitions; the pipe file asks for at least 2. "
     assert shell.run("check", "--broker", broker) == 0
     assert re.search(rf"{re.escape(grown)}\S+@\S+ grew it from 2 at 20\S+Z", shell.err)
-    asyncio.run(_add_partitions(broker, "a", 5))
+    at_broker(broker, lambda opened: opened.admin.add_partitions("a", 5))
     assert shell.run("apply", "--broker", broker, "--grow") == 0
     assert "a has 5 partitions; the pipe file asks for at least 2. The audit does not say who added them" in shell.err
     assert shell.run("check", "--broker", broker, "--json") == 0
@@ -401,11 +374,6 @@ def test_apply_creates_keeps_and_never_grows_silently(shell: Shell, tmp_path: Pa
     assert (found["topic"], found["partitions"], found["wanted"], found["grown_by"]) == ("a", 5, 2, None)
     assert shell.run("dead", "audit", "--broker", broker) == 0
     assert re.search(r"\S+@\S+  grow +1  a  from=2 to=3\n", shell.out)
-
-
-async def _add_partitions(url: str, topic: str, partitions: int) -> None:
-    async with open_broker(url) as broker:
-        await broker.admin.add_partitions(topic, partitions)
 
 
 @pytest.mark.parametrize("broker", ["kinesis://x", "log://relative", "kafka://", "kafka://user:pw@host:9092"])

@@ -40,6 +40,7 @@ from services.fleet.problem import CommandFailed
 from services.fleet.verbs.dead import _redrive, list_found
 from tests.support.dead_letters import BASE, DEAD
 from tests.support.dead_letters import dead_letter as refused_letter
+from tests.support.waiting_events import store, stored
 
 HOOK = {"url": "https://example.org/hook"}
 PIPES = PipeFile.model_validate(
@@ -85,23 +86,12 @@ def stored_letter(number: int) -> DeadLetter:
 
 
 async def bury(broker: Broker, letters: Sequence[Record]) -> None:
-    async with Producer(broker.appender) as producer:
-        (await producer.send_to("late.dead", {0: letters})).raise_first()
+    await store(broker, "late.dead", letters)
 
 
 async def numbers(broker: Broker, where: Filter = ANY, *, settled: bool = False) -> list[int]:
     found = await DeadLetterSearch.open(broker, where, settled=settled)
     return [one.position.offset async for page in found.pages() for one in page]
-
-
-async def stored(broker: Broker, topic: str) -> list[Record]:
-    found: list[Record] = []
-    for partition, held in (await broker.reader.describe(topic)).items():
-        if held.end > held.start:
-            batch = await broker.reader.read(topic, partition, held.start, max_records=10_000)
-            assert batch is not None
-            found += batch.records
-    return found
 
 
 async def redrive(
@@ -384,8 +374,7 @@ async def test_stops_between_batches(broker: Broker) -> None:
 
 async def test_foreign_records_in_the_audit_count_for_nothing(broker: Broker) -> None:
     """Broken: one bad record in the audit topic makes all the commands fail, or hides letters."""
-    async with Producer(broker.appender) as producer:
-        (await producer.send_to(AUDIT, {0: [Record(None, b"{}", 0), Record(None, None, 0)]})).raise_first()
+    await store(broker, AUDIT, [Record(None, b"{}", 0), Record(None, None, 0)])
     await bury(broker, [letter(0)])
     assert await numbers(broker) == [0]
 

@@ -7,11 +7,10 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Iterable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
@@ -25,7 +24,6 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.dead_letter import DeadLetter, Position, event_time
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
 from services.core.pipes import load_pipes
-from services.core.provision import ensure_topics
 from services.core.retry_state import RetryState, wrap
 from services.core.snapshot import read_contents, write_snapshot
 from services.core.state_plan import StatePlan
@@ -46,9 +44,7 @@ from services.fleet.offsets import (
 )
 from services.fleet.problem import CommandFailed
 from tests.support.waiting_events import stored
-from tests.unit.fleet.test_cli import Shell, shell
-
-__all__ = ["shell"]
+from tests.unit.fleet.conftest import Shell, at_broker, commit, make_fleet, put
 
 HOOK = "webhook: {url: 'https://example.org/'}"
 PIPES = f"""\
@@ -73,13 +69,10 @@ def event(partition: int, number: int) -> Record:
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log with events in both partitions of `s`. a/crm has delivered four of partition 0, and two of partition 1."""
-    folder = tmp_path_factory.mktemp("template")
-    (folder / "pipes.yaml").write_text(PIPES)
-    pipes = load_pipes(folder / "pipes.yaml")
+    folder = make_fleet(tmp_path_factory.mktemp("template"), PIPES)
 
     async def make() -> None:
         async with open_broker(f"log://{folder}/data/log") as broker, Producer(broker.appender) as producer:
-            await ensure_topics(broker.admin, pipes)
             events = {number: [event(number, n) for n in range(EVENTS)] for number in (0, 1)}
             (await producer.send_to("s", events)).raise_first()
             await broker.admin.set_committed("a.crm", "s", {0: 3, 1: 1})
@@ -95,9 +88,8 @@ def url(template: Path, tmp_path: Path) -> str:
     return f"log://{tmp_path}/data/log"
 
 
-async def positions(url: str, group: str = "a.crm") -> dict[int, int]:
-    async with open_broker(url) as broker:
-        return await broker.admin.positions(group, "s")
+def positions(url: str, group: str = "a.crm") -> dict[int, int]:
+    return at_broker(url, lambda broker: broker.admin.positions(group, "s"))
 
 
 async def audited(broker: Broker) -> list[Entry]:
@@ -118,11 +110,7 @@ async def reported(broker: Broker) -> set[tuple[int, int]]:
 
 
 def read_all(url: str) -> tuple[set[tuple[int, int]], list[Entry]]:
-    async def read() -> tuple[set[tuple[int, int]], list[Entry]]:
-        async with open_broker(url) as broker:
-            return await reported(broker), await audited(broker)
-
-    return asyncio.run(read())
+    return at_broker(url, reported), at_broker(url, audited)
 
 
 def test_show(shell: Shell) -> None:
@@ -163,11 +151,11 @@ def test_reset_goes_back(shell: Shell, url: str) -> None:
         "pipe": "a", "destination": "crm", "action": "reset", "events": 1,
         "partitions": [{"topic": "s", "partition": 0, "from": 4, "to": 3, "events": 1}],
     }  # fmt: skip
-    assert asyncio.run(positions(url)) == {0: 3, 1: 2}, "partition 1 is further back already"
+    assert positions(url) == {0: 3, 1: 2}, "partition 1 is further back already"
     assert shell.run("group", "reset", "a/crm", "--to-offset", "1:0", "--yes") == 0
-    assert asyncio.run(positions(url)) == {0: 3, 1: 0}
+    assert positions(url) == {0: 3, 1: 0}
     assert shell.run("group", "reset", "a/crm", "--to-earliest", "--yes") == 0
-    assert asyncio.run(positions(url)) == {0: 0, 1: 0}
+    assert positions(url) == {0: 0, 1: 0}
     assert shell.run("group", "reset", "a/crm", "--to-earliest", "--yes") == 0
     assert "Nothing was changed" in shell.err
     skipped, entries = read_all(url)
@@ -182,7 +170,7 @@ def test_reset_goes_back(shell: Shell, url: str) -> None:
 def test_reset_of_a_destination_that_has_not_begun(shell: Shell) -> None:
     """Broken: an operator reads that nothing had to be changed, and the destination begins somewhere else."""
     assert shell.run("group", "reset", "a/erp", "--to", format_time(BASE + 3000), "--yes") == 1
-    assert "a/erp has not begun to read, so it cannot go back Try: start the fleet" in " ".join(shell.err.split())
+    assert "a/erp has not begun to read, so it cannot go back Try: start the fleet" in shell.said
     assert shell.run("group", "reset", "a/erp", "--to-earliest", "--yes") == 0
 
 
@@ -190,7 +178,7 @@ def test_skip_is_counted_with_its_reason(shell: Shell, url: str) -> None:
     """Broken: a skipped event is called missing, or delivered, and nobody knows who skipped it and why."""
     skip = ("group", "skip", "a/crm", "--reason", "tests of Monday", "--yes")
     assert shell.run(*skip, "--to", format_time(BASE + 5000)) == 0
-    assert asyncio.run(positions(url)) == {0: 5, 1: 5}
+    assert positions(url) == {0: 5, 1: 5}
     assert shell.run(*skip, "--to-end", "--json") == 0
     assert json.loads(shell.out)["events"] == 10
     skipped, entries = read_all(url)
@@ -206,14 +194,9 @@ def test_skip_is_counted_with_its_reason(shell: Shell, url: str) -> None:
 
 def test_over_records_that_are_gone(shell: Shell, url: str) -> None:
     """Broken: a partition that stopped, because retention deleted unread events, cannot continue by a command."""
-
-    async def lose() -> None:
-        async with open_broker(url) as broker:
-            await broker.admin.set_committed("a.crm", "s", {0: 99})
-
-    asyncio.run(lose())
+    commit(url, "a.crm", "s", 99)
     assert shell.run("group", "reset", "a/crm", "--to-offset", f"0:{EVENTS}", "--yes") == 0
-    assert asyncio.run(positions(url)) == {0: EVENTS, 1: 2}
+    assert positions(url) == {0: EVENTS, 1: 2}
     assert read_all(url)[1][0].ranges == []
 
 
@@ -263,8 +246,8 @@ def test_over_records_that_are_gone(shell: Shell, url: str) -> None:
 def test_mistakes(shell: Shell, url: str, command: str, words: str) -> None:
     """Broken: a slip of the pen moves a group to a place that nobody meant."""
     assert shell.run("group", *(word.strip("'") for word in command.split())) == 2
-    assert words in " ".join(shell.err.replace("│", " ").split())
-    assert asyncio.run(positions(url)) == {0: 4, 1: 2}
+    assert words in shell.said
+    assert positions(url) == {0: 4, 1: 2}
 
 
 def test_nothing_moves_unconfirmed(shell: Shell, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +265,7 @@ def test_nothing_moves_unconfirmed(shell: Shell, url: str, monkeypatch: pytest.M
         "14 events will not be delivered to a/crm. Go on?",
         "6 events will be delivered again to a/crm. Go on?",
     ]
-    assert asyncio.run(positions(url)) == {0: 4, 1: 2}
+    assert positions(url) == {0: 4, 1: 2}
     assert read_all(url) == (set(), [])
 
 
@@ -290,13 +273,10 @@ async def test_refused_while_it_runs(url: str, tmp_path: Path) -> None:
     """Broken: a running destination undoes the move, or its events are called skipped and are delivered."""
     (lane,) = find_lanes(await asyncio.to_thread(load_pipes, tmp_path / "pipes.yaml"), "a/crm")
 
-    async def ignore(_: Iterable[TopicPartition]) -> None:
-        pass
-
     async with open_broker(url) as broker, Producer(broker.appender) as producer:
         back = await plan_moves(broker, lane, "earliest", "reset")
         on = await plan_moves(broker, lane, "end", "skip")
-        async with broker.consumer("a.crm", ["s"], start="earliest", on_revoke=ignore):
+        async with broker.consumer("a.crm", ["s"], start="earliest", on_revoke=AsyncMock()):
             with pytest.raises(CommandFailed, match=r"a/crm runs: its group a\.crm has living members") as refused:
                 await require_no_members(broker, lane)
             assert refused.value.remedy.startswith("stop the fleet")
@@ -316,9 +296,6 @@ async def test_a_destination_that_starts_during_a_skip(url: str, tmp_path: Path)
     """Broken: the operator is told that nothing happened, and the loss table says that the events are skipped."""
     (lane,) = find_lanes(await asyncio.to_thread(load_pipes, tmp_path / "pipes.yaml"), "a/crm")
 
-    async def ignore(_: Iterable[TopicPartition]) -> None:
-        pass
-
     async with AsyncExitStack() as stack:
         broker = await stack.enter_async_context(open_broker(url))
         producer: Any = await stack.enter_async_context(Producer(broker.appender))
@@ -326,7 +303,7 @@ async def test_a_destination_that_starts_during_a_skip(url: str, tmp_path: Path)
         class StartsWhileItReports:
             async def send_to(self, topic: str, records: Any) -> Any:
                 found = await producer.send_to(topic, records)
-                consumer = broker.consumer("a.crm", ["s"], start="earliest", on_revoke=ignore)
+                consumer = broker.consumer("a.crm", ["s"], start="earliest", on_revoke=AsyncMock())
                 await stack.enter_async_context(consumer)
                 return found
 
@@ -414,11 +391,7 @@ def test_waiting_events_are_moved_by_name(
             ]
             return await broker.admin.positions(group, topic), found, said, await audited(broker)
 
-    async def write() -> None:
-        async with open_broker(url) as broker, Producer(broker.appender) as producer:
-            (await producer.send_to(topic, {0: records})).raise_first()
-
-    asyncio.run(write())
+    put(url, topic, records)
     skip = ("group", "skip", lane, "--reason", "ticket 4711", "--yes")
     assert shell.run(*skip, "--to-offset", f"{topic}:0:4", "--json") == 0
     assert json.loads(shell.out)["events"] == len(letters)
@@ -445,7 +418,7 @@ def test_waiting_events_are_moved_by_name(
     assert json.loads(shell.out)["events"] == len(letters) - (lane != "a/erp")
     position, _, _, entries = asyncio.run(look())
     assert position == {0: 1}
-    assert asyncio.run(positions(url)) == {0: 4, 1: 2}, "the streams stay"
+    assert positions(url) == {0: 4, 1: 2}, "the streams stay"
     assert [(one.action, one.topic, one.ranges, one.count, one.filters["destination"]) for one in entries] == [
         ("skip", topic, [(0, 3)], len(letters), lane),
         ("reset", topic, [(1, 3)], len(letters) - (lane != "a/erp"), lane),
@@ -456,13 +429,10 @@ async def test_waiting_events_do_not_move_while_the_retrier_runs(url: str, tmp_p
     """Broken: a retrier that runs undoes the move, or an event is moved on and is a dead letter too."""
     (lane,) = find_lanes(await asyncio.to_thread(load_pipes, tmp_path / "pipes.yaml"), "penstock/retrier")
 
-    async def ignore(_: Iterable[TopicPartition]) -> None:
-        pass
-
     async with open_broker(url) as broker, Producer(broker.appender) as producer:
         (await producer.send_to(RETRY_IN, {0: [waiting("a/crm", 1)]})).raise_first()
         moves = await plan_moves(broker, lane, {TopicPartition(RETRY_IN, 0): 1}, "skip")
-        async with broker.consumer(RETRIER_GROUP, [RETRY_IN], start="earliest", on_revoke=ignore):
+        async with broker.consumer(RETRIER_GROUP, [RETRY_IN], start="earliest", on_revoke=AsyncMock()):
             with pytest.raises(CommandFailed, match=r"its group penstock\.retrier has living members") as refused:
                 await skip_events(broker, producer, lane, moves, "me@here", "why")
         assert "services.global_retrier" in refused.value.remedy
@@ -563,28 +533,21 @@ async def test_a_reset_waits_for_events_that_count_as_written(url: str, tmp_path
 
 def read_mark(url: str) -> TransformMark | None:
     """Of the transform `sums`."""
-
-    async def read() -> TransformMark | None:
-        async with open_broker(url) as broker:
-            return await read_transform_mark(broker.reader, "sums")
-
-    return asyncio.run(read())
+    return at_broker(url, lambda broker: read_transform_mark(broker.reader, "sums"))
 
 
 def test_a_transform_begins_again(shell: Shell, tmp_path: Path) -> None:
     """Broken: to transform all events again, an operator renames folders, perhaps below a running transform."""
     reset, folder = ("group", "reset", "sums", "--to-earliest", "--yes"), tmp_path / "data" / "checkpoints" / "sums"
     assert shell.run(*reset) == 1
-    assert "there is no checkpoint in data/checkpoints/sums, and the transform has not begun" in " ".join(
-        shell.err.split()
-    )
+    assert "there is no checkpoint in data/checkpoints/sums, and the transform has not begun" in shell.said
     folder.mkdir(parents=True)
     (folder / "penstock.lock").write_text("4711\n")
     (folder / "penstock.json").write_text("{}")
     with (folder / "penstock.lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert shell.run(*reset) == 1
-        assert "the transform of sums runs Try: stop the fleet" in " ".join(shell.err.split())
+        assert "the transform of sums runs Try: stop the fleet" in shell.said
         assert folder.exists()
     assert shell.run(*reset, "--json") == 0
     said = json.loads(shell.out)
@@ -616,7 +579,7 @@ def test_a_transform_begins_at_a_time(shell: Shell, tmp_path: Path, url: str) ->
     said = json.loads(shell.out)
     assert (said["events"], said["at_least"], said["older_events"]) == (2 * 3, True, 2 * 7)
     assert (said["since"], said["former"]) == (format_time(BASE + 7000), Path(said["checkpoint"]).name)
-    words = " ".join(shell.err.split())
+    words = shell.said
     assert "or at the position of its former checkpoint, if that comes first" in words
     assert "Of 14 older events, it leaves out those that it has transformed." in words
     assert shell.run("dead", "audit", "--json") == 0
@@ -638,9 +601,7 @@ def test_a_transform_begins_at_a_time(shell: Shell, tmp_path: Path, url: str) ->
     assert "2999-01-01T00:00:00Z is in the future" in shell.err
     asyncio.run(mark(StatePlan([], {}, ["s"], "", "4.2.0", "")))
     assert shell.run(*since) == 2
-    assert "kept state over several events, which a reset to a time would lose Try: --to-earliest" in " ".join(
-        shell.err.split()
-    )
+    assert "kept state over several events, which a reset to a time would lose Try: --to-earliest" in shell.said
 
 
 def test_a_transform_without_its_checkpoint_begins_at_a_time(shell: Shell) -> None:
@@ -651,10 +612,10 @@ def test_a_transform_without_its_checkpoint_begins_at_a_time(shell: Shell) -> No
     assert (said["events"], said["at_least"], said["older_events"], said["former"]) == (2 * 3, False, 2 * 7, None)
     assert (
         "Its former checkpoint is not here, so it leaves out 14 older events, also events that it never transformed"
-        in (" ".join(shell.err.split()))
+        in shell.said
     )
     assert shell.run(*since) == 0
-    assert "sums: 6 events will be transformed again" in " ".join(shell.err.split())
+    assert "sums: 6 events will be transformed again" in shell.said
 
 
 @pytest.mark.parametrize(
@@ -676,7 +637,7 @@ def test_a_checkpoint_that_refuses_a_time_stays(
         folder.rmdir()
     (folder.parent / "penstock.json").write_text(IDENTITY.removesuffix("}") + changed)
     assert shell.run("group", "reset", "sums", "--to", format_time(BASE + 7000), "--yes") == 2
-    said = " ".join(shell.err.split())
+    said = shell.said
     assert words in said
     assert "Try: --to-earliest" in said
     assert folder.parent.exists()
@@ -712,7 +673,7 @@ def test_a_second_reset_from_elsewhere(shell: Shell, tmp_path: Path, url: str, m
     former = json.loads(shell.out)["former"]
     monkeypatch.setenv("PENSTOCK_TRANSFORM_CHECKPOINTS", str(tmp_path / "laptop"))
     assert shell.run(*since) == 0
-    assert f"{former} is not here; --to-earliest does not need it" in " ".join(shell.err.split())
+    assert f"{former} is not here; --to-earliest does not need it" in shell.said
     assert json.loads(shell.out)["former"] == former
     assert (mark := read_mark(url)) is not None
     assert mark.former == former
@@ -740,7 +701,7 @@ def test_checkpoints_that_are_elsewhere(
     said = json.loads(shell.out)
     assert (said["checkpoint"] or "").startswith(str(tmp_path / "elsewhere" / "sums.")) == (setting != "s3")
     assert (said["former"] is None) == (setting == "s3")
-    words = " ".join(shell.err.split())
+    words = shell.said
     assert ("sums was not looked at. If a checkpoint is still there" in words) == (setting == "s3")
     assert "There is no checkpoint" not in words
     assert (tmp_path / "data" / "checkpoints" / "sums").exists(), "nobody uses it"
@@ -764,7 +725,7 @@ def test_a_transform_whose_checkpoint_is_lost_begins_again(shell: Shell, tmp_pat
     if folder == "there":
         (place / "penstock.json").touch()
     assert shell.run("group", "reset", "sums", "--to-earliest", "--yes", "--json") == 0
-    words = " ".join(shell.err.split())
+    words = shell.said
     assert ("with checkpoint 0123. If that checkpoint is elsewhere, the transform continues with it" in words) == (
         folder != "there"
     )

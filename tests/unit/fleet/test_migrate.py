@@ -519,7 +519,7 @@ async def test_an_undo_that_was_killed_is_completed(world: World, tmp_path: Path
             migration = Migration(broker, places, world.load, STREAM, "test", before=die)
             with pytest.raises(Killed):
                 await migration.run("second")
-            migration._delete_topic = AsyncMock(side_effect=Killed)  # type: ignore[method-assign]
+            migration._former.delete = AsyncMock(side_effect=Killed)  # type: ignore[method-assign]
             with pytest.raises(Killed):
                 await migration.undo()
             async with LogBroker.open(str(tmp_path / "second")) as there:
@@ -545,7 +545,7 @@ async def test_a_move_back_that_was_given_up_leaves_no_former_topic(world: World
         back = Migration(broker, places, world.load, STREAM, "test", before=die)
         with pytest.raises(Killed):
             await back.run("default")
-        back._delete_topic = AsyncMock(side_effect=Killed)  # type: ignore[method-assign]
+        back._former.delete = AsyncMock(side_effect=Killed)  # type: ignore[method-assign]
         with pytest.raises(Killed):
             await back.undo()
         migration = Migration(broker, places, world.load, STREAM, "test")
@@ -565,17 +565,17 @@ async def test_a_missing_right_ends_the_command_at_once_and_repeats_nothing(
         async with LogBroker.open(str(tmp_path / "own")) as own:
             await own.appender.append(STREAM, 0, [Record(None, b"late", 0)], timeout=600)
         migration = Migration(broker, places, world.load, STREAM, "test")
-        delete = migration._delete_topic
+        delete = migration._former.delete
         failures = [Unavailable("away"), NotAllowed("no right")]
-        migration._delete_topic = AsyncMock(side_effect=failures)  # type: ignore[method-assign]
+        migration._former.delete = AsyncMock(side_effect=failures)  # type: ignore[method-assign]
         with pytest.raises(NotAllowed):
             await migration.run("default")
         monkeypatch.setattr(steps, "_REFUSED_S", 0.5)
-        refused = migration._delete_topic = AsyncMock(side_effect=AccessRefused("no token"))  # type: ignore[method-assign]
+        refused = migration._former.delete = AsyncMock(side_effect=AccessRefused("no token"))  # type: ignore[method-assign]
         with pytest.raises(AccessRefused):
             await migration.run("default")
         assert 2 <= refused.await_count <= 5, "a pause of a fifth of a second is behind each try"
-        migration._delete_topic = delete  # type: ignore[method-assign]
+        migration._former.delete = delete  # type: ignore[method-assign]
         assert (await migration.run("default")).late == 1
         assert sum(held.end for held in (await broker.reader.describe(STREAM)).values()) == 4
 

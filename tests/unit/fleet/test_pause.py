@@ -1,6 +1,5 @@
 """`penstock destination pause`, `resume` and `list`, `penstock pause` and `resume`, on a log without a fleet."""
 
-import asyncio
 import json
 import re
 from pathlib import Path
@@ -8,16 +7,12 @@ from typing import Any
 
 import pytest
 
-from services.core.broker.connect import open_broker
+from services.core.broker.contract import Broker
 from services.core.pauses import Pauses
-from services.core.pipes import load_pipes
-from services.core.provision import ensure_topics
 from services.core.scrape import Sample
 from services.core.snapshot import read_contents, write_snapshot
 from services.fleet.verbs.destination import list_deliveries
-from tests.unit.fleet.test_cli import Shell, shell
-
-__all__ = ["shell"]
+from tests.unit.fleet.conftest import Shell, at_broker, make_fleet
 
 HOOK = "webhook: {url: 'https://example.org/'}"
 PIPES = f"""\
@@ -31,15 +26,7 @@ pipes:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "pipes.yaml").write_text(PIPES)
-    pipes = load_pipes(tmp_path / "pipes.yaml")
-
-    async def make() -> None:
-        async with open_broker(f"log://{tmp_path}/data/log") as broker:
-            await ensure_topics(broker.admin, pipes)
-
-    asyncio.run(make())
-    return tmp_path
+    return make_fleet(tmp_path, PIPES)
 
 
 def listed(shell: Shell) -> dict[str, str]:
@@ -68,13 +55,12 @@ def test_paused_until_resumed(shell: Shell, folder: Path) -> None:
     assert shell.run("destination", "resume", "billing", "--json") == 0
     assert {json.loads(line)["state"] for line in shell.out.splitlines()} == {"running"}
 
-    async def read() -> Pauses:
-        async with open_broker(f"log://{folder}/data/log") as broker:
-            pauses = Pauses(broker.reader)
-            await pauses.refresh()
-            return pauses
+    async def read(broker: Broker) -> Pauses:
+        pauses = Pauses(broker.reader)
+        await pauses.refresh()
+        return pauses
 
-    pauses = asyncio.run(read())
+    pauses = at_broker(f"log://{folder}/data/log", read)
     assert pauses.of("a/billing") is None  # it was not paused, so nothing was written
 
 

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from services.core.broker.connect import open_broker
 from services.core.broker.record import TopicPartition
 from services.core.dead_letter import DeadLetter, Position, make_dead_letter
 from services.core.pipes import load_pipes
-from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
 from services.core.snapshot import read_contents, write_snapshot
 from services.core.topic_names import RETRIER_GROUP, delay_topic
@@ -19,10 +17,8 @@ from services.fleet.dead.redrive import RedriveRecord, RedriveTargets
 from services.fleet.plan import make_plan
 from services.fleet.settings import UpSettings
 from services.fleet.topics import PreparedTopics, prepare
-from tests.support.waiting_events import store, stored, waiting_event
-from tests.unit.fleet.test_cli import Shell, shell
-
-__all__ = ["shell"]
+from tests.support.waiting_events import stored, waiting_event
+from tests.unit.fleet.conftest import Shell, at_broker, commit, make_fleet, put
 
 HOOK = "webhook: {url: 'https://example.org/'}"
 BEFORE = f"streams: {{s: {{}}}}\npipes:\n  late: {{sources: [s], destinations: [{{name: old, {HOOK}}}]}}\n"
@@ -32,18 +28,9 @@ AFTER = f"streams: {{s: {{}}}}\npipes:\n  late: {{sources: [s], destinations: [{
 @pytest.fixture(autouse=True)
 def url(tmp_path: Path) -> str:
     """A fleet that had `late/old`, for which two events wait; the file has `late/new` in its place."""
-    url = f"log://{tmp_path}/data/log"
-    (tmp_path / "pipes.yaml").write_text(BEFORE)
-
-    pipes = load_pipes(tmp_path / "pipes.yaml")
-
-    async def make() -> None:
-        async with open_broker(url) as broker:
-            await ensure_topics(broker.admin, pipes)
-            await store(broker, delay_topic(64), [waiting_event("late/old", 1)])
-            await store(broker, "late.parked", [waiting_event("late/old", 2)])
-
-    asyncio.run(make())
+    url = f"log://{make_fleet(tmp_path, BEFORE)}/data/log"
+    for number, topic in enumerate((delay_topic(64), "late.parked"), 1):
+        put(url, topic, [waiting_event("late/old", number)])
     (tmp_path / "pipes.yaml").write_text(AFTER)
     return url
 
@@ -52,14 +39,9 @@ def test_refused_until_it_is_told(shell: Shell, tmp_path: Path, url: str) -> Non
     """Broken: a destination is taken out of the file, and what waited for it ends unseen with a topic's retention."""
     for verb in (["check"], ["check", "--broker", url], ["apply", "--broker", url]):
         assert shell.run(*verb) == 2
-        words = (
-            "removed.late/old: 2 events wait (1 in penstock.delay-64s, 1 in late.parked) for late/old.   This file no"
-        )
-        assert words in shell.err.replace("\n", " ")
-        assert (
-            "Try: put it back.   Or, if it has another name now, add there: renamed_from: old   Or decide"
-            in shell.err.replace("\n", " ")
-        )
+        words = "removed.late/old: 2 events wait (1 in penstock.delay-64s, 1 in late.parked) for late/old. This file no"
+        assert words in shell.said
+        assert "Try: put it back. Or, if it has another name now, add there: renamed_from: old Or decide" in shell.said
     assert shell.run("check", "--json") == 2
     (problem,) = json.loads(shell.out)["problems"]
     assert (problem["key"], problem["where"]) == ("removed.late/old", "pipes.yaml")
@@ -68,9 +50,7 @@ def test_refused_until_it_is_told(shell: Shell, tmp_path: Path, url: str) -> Non
         assert shell.run("check", "--json") == 0
         assert json.loads(shell.out)["waiting"] == {"removed": {"late/old": 2}}
         assert shell.run("apply", "--broker", url) == 0
-        assert "2 events wait (1 in penstock.delay-64s, 1 in late.parked) for late/old: " in shell.err.replace(
-            "\n", " "
-        )
+        assert "2 events wait (1 in penstock.delay-64s, 1 in late.parked) for late/old: " in shell.said
     (tmp_path / "pipes.yaml").write_text(BEFORE)
     assert shell.run("check") == 0
 
@@ -87,7 +67,7 @@ def test_an_entry_that_is_done_can_go(shell: Shell, tmp_path: Path) -> None:
     """Broken: nobody knows when all of it has gone where it was to go."""
     (tmp_path / "pipes.yaml").write_text(f"{AFTER}removed: {{late/older: {{drop: why}}, late/old: {{drop: why}}}}\n")
     assert shell.run("check") == 0
-    assert "nothing waits for late/older any more" in shell.err.replace("\n", " ")
+    assert "nothing waits for late/older any more" in shell.said
 
 
 @pytest.mark.parametrize(
@@ -106,7 +86,7 @@ def test_what_cannot_be_meant_is_refused(shell: Shell, tmp_path: Path, removed: 
     """Broken: a typo buries or drops, or sends to nobody."""
     (tmp_path / "pipes.yaml").write_text(f"{AFTER}removed: {removed}\n")
     assert shell.run("check") == 2
-    assert words in shell.err.replace("\n", " ")
+    assert words in shell.said
 
 
 def test_nothing_is_changed_before_it_is_told(tmp_path: Path, url: str) -> None:
@@ -115,25 +95,15 @@ def test_nothing_is_changed_before_it_is_told(tmp_path: Path, url: str) -> None:
     pipes = load_pipes(tmp_path / "pipes.yaml")
     with pytest.raises(BadConfiguration, match=r"removed\.late/old"):
         asyncio.run(prepare(url, pipes, tmp_path / "pipes.yaml"))
-
-    async def read() -> None:
-        async with open_broker(url) as broker:
-            assert "later.dead" not in await broker.admin.topics()
-            assert await stored(broker, "penstock.control") == []
-
-    asyncio.run(read())
+    assert "later.dead" not in at_broker(url, lambda broker: broker.admin.topics())
+    assert at_broker(url, lambda broker: stored(broker, "penstock.control")) == []
 
 
 @pytest.mark.parametrize("settled", [-1, 0])
 def test_the_retrier_runs_where_its_topics_exist(tmp_path: Path, url: str, settled: int) -> None:
     """Broken: the last schedule is turned off, and every event that waits in a delay topic, or whose append arrives after `up`
     looked, stays there for ever."""
-
-    async def settle() -> None:
-        async with open_broker(url) as broker:
-            await broker.admin.set_committed(RETRIER_GROUP, delay_topic(64), {0: settled})
-
-    asyncio.run(settle())
+    commit(url, RETRIER_GROUP, delay_topic(64), settled)
     (tmp_path / "pipes.yaml").write_text(BEFORE.replace("'}", "', schedule: []}"))
     pipes = load_pipes(tmp_path / "pipes.yaml")
     topics = asyncio.run(prepare(url, pipes, tmp_path / "pipes.yaml")).topics
@@ -186,15 +156,8 @@ def test_a_redrive_follows_the_new_name(tmp_path: Path) -> None:
             assert unwrap(aimed.record)[1].destination == expected
 
 
-async def deliver(url: str, lane: str, up_to: int) -> None:
-    """As a lane that was stopped when it had delivered the stream up to there."""
-    async with open_broker(url) as broker:
-        await broker.admin.set_committed(lane.replace("/", "."), "s", {0: up_to})
-
-
-async def fill(url: str) -> None:
-    async with open_broker(url) as broker:
-        await store(broker, "s", [waiting_event("late/any", number) for number in range(10)])
+def fill(url: str) -> None:
+    put(url, "s", [waiting_event("late/any", number) for number in range(10)])
 
 
 def prepared(url: str, path: Path) -> PreparedTopics:
@@ -206,13 +169,11 @@ def test_what_was_not_read_of_a_stream_is_said_once(shell: Shell, tmp_path: Path
     url, file = f"log://{tmp_path}/streams/log", tmp_path / "pipes.yaml"
     file.write_text(BEFORE)
     prepared(url, file)
-    asyncio.run(fill(url))
-    asyncio.run(deliver(url, "late/old", 6))
+    fill(url)
+    commit(url, "late.old", "s", 6)
     file.write_text(AFTER)
     assert shell.run("check", "--broker", url) == 2
-    assert "removed.late/old: 3 events of s not yet delivered to late/old.   This file no" in shell.err.replace(
-        "\n", " "
-    )
+    assert "removed.late/old: 3 events of s not yet delivered to late/old. This file no" in shell.said
     with pytest.raises(BadConfiguration, match=r"removed\.late/old"):
         prepared(url, file)
     file.write_text(f"{AFTER}removed: {{late/old: {{drop: they left}}}}\n")
@@ -227,19 +188,18 @@ def test_renamed_and_renamed_back(tmp_path: Path) -> None:
     url, file = f"log://{tmp_path}/streams/log", tmp_path / "pipes.yaml"
     file.write_text(BEFORE)
     prepared(url, file)
-    asyncio.run(fill(url))
-    asyncio.run(deliver(url, "late/old", 2))
+    fill(url)
+    commit(url, "late.old", "s", 2)
     file.write_text(f"{AFTER}removed: {{late/old: {{deliver_to: late/new}}}}\n")
     prepared(url, file)
 
-    async def read(group: str) -> dict[int, int]:
-        async with open_broker(url) as broker:
-            return await broker.admin.committed(group, "s")
+    def read(group: str) -> dict[int, int]:
+        return at_broker(url, lambda broker: broker.admin.committed(group, "s"))
 
-    assert asyncio.run(read("late.new")) == {0: 2}
-    asyncio.run(deliver(url, "late/new", 7))
+    assert read("late.new") == {0: 2}
+    commit(url, "late.new", "s", 7)
     file.write_text(f"{BEFORE}removed: {{late/new: {{deliver_to: late/old}}}}\n")
     assert prepared(url, file).waiting.undelivered == {"late/new": {"s": 2}}
-    assert asyncio.run(read("late.old")) == {0: 7}
+    assert read("late.old") == {0: 7}
     prepared(url, file)
-    assert asyncio.run(read("late.old")) == {0: 7}
+    assert read("late.old") == {0: 7}

@@ -3,15 +3,17 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
 
 from services.core.broker.connect import open_broker
+from services.core.broker.contract import Broker
 from services.core.broker.log import broker as log_broker
 from services.core.broker.log.admin import LogAdmin
 from services.core.broker.producer import Producer
@@ -27,10 +29,8 @@ from services.fleet.changes import find_changes
 from services.fleet.problem import CommandFailed
 from services.fleet.topics import check_changes, prepare
 from tests.support.dead_letters import dead_letter
-from tests.support.waiting_events import store, stored, waiting_event
-from tests.unit.fleet.test_cli import Shell, shell
-
-__all__ = ["shell"]
+from tests.support.waiting_events import stored, waiting_event
+from tests.unit.fleet.conftest import Shell, at_broker, commit, put
 
 HOOK = "webhook: {url: 'https://example.org/'}"
 
@@ -55,11 +55,7 @@ class Site:
         asyncio.run(prepare(self.url, load_pipes(self.path), self.path))
 
     def put(self, topic: str, records: Sequence[Record]) -> None:
-        async def work() -> None:
-            async with open_broker(self.url) as broker:
-                await store(broker, topic, records)
-
-        asyncio.run(work())
+        put(self.url, topic, records)
 
     def send(self, count: int) -> None:
         """Events into the stream."""
@@ -67,26 +63,13 @@ class Site:
 
     def deliver(self, lane: str, up_to: int) -> None:
         """As a lane that was stopped when it had delivered its stream up to there."""
-
-        async def work() -> None:
-            async with open_broker(self.url) as broker:
-                await broker.admin.set_committed(lane.replace("/", "."), "s", {0: up_to})
-
-        asyncio.run(work())
+        commit(self.url, lane.replace("/", "."), "s", up_to)
 
     def position(self, lane: str) -> int | None:
-        async def work() -> int | None:
-            async with open_broker(self.url) as broker:
-                return (await broker.admin.committed(lane.replace("/", "."), "s")).get(0)
-
-        return asyncio.run(work())
+        return at_broker(self.url, lambda broker: broker.admin.committed(lane.replace("/", "."), "s")).get(0)
 
     def records(self, topic: str) -> list[Record]:
-        async def work() -> list[Record]:
-            async with open_broker(self.url) as broker:
-                return await stored(broker, topic)
-
-        return asyncio.run(work())
+        return at_broker(self.url, lambda broker: stored(broker, topic))
 
     def check(self, *flags: str) -> tuple[int, str]:
         """The status, and all lines but the first."""
@@ -108,10 +91,6 @@ def site(tmp_path: Path, shell: Shell) -> Site:
     site.send(2800)
     site.deliver("late/old", 2799)
     return site
-
-
-async def ignore(_partitions: object) -> None:
-    """Nothing is in flight."""
 
 
 def letter(pipe: str, destination: str, number: int) -> Record:
@@ -136,7 +115,7 @@ def test_a_new_name_without_a_word_would_get_everything(site: Site, shell: Shell
     )
     site.write(one_pipe("late", ["name: new"]))
     assert shell.run("apply") == 0, "it finds the log of the fleet on --data"
-    assert words in shell.err.replace("\n", " ")
+    assert words in shell.said
     assert "late/new: new destination, will receive 2,800 events of s" in site.check()[1], "it has not begun"
 
 
@@ -288,7 +267,7 @@ def test_offsets_are_not_moved_before_a_takeover(site: Site, shell: Shell) -> No
     site.write(one_pipe("late", ["name: new, renamed_from: old"]))
     for move in (("skip", "--to-end", "--reason", "why"), ("reset", "--to-earliest")):
         assert shell.run("group", move[0], "late/new", *move[1:], "--yes") == 1
-        assert "late/new gets the position of late/old first, and has not got it yet" in shell.err.replace("\n", " ")
+        assert "late/new gets the position of late/old first, and has not got it yet" in shell.said
     assert site.records("penstock.telemetry") == []
     site.start()
     assert shell.run("group", "reset", "late/new", "--to-earliest", "--yes") == 0
@@ -365,7 +344,7 @@ def test_contradictions_are_refused(shell: Shell, tmp_path: Path, text: str, wor
     """Broken: two destinations would get the events of one, or one that still runs gives them away."""
     (tmp_path / "pipes.yaml").write_text(text)
     assert shell.run("check") == 2
-    assert words in shell.err.replace("\n", " ")
+    assert words in shell.said
 
 
 def test_a_former_name_is_no_part_of_the_definition(tmp_path: Path) -> None:
@@ -421,12 +400,7 @@ def test_parked_events_of_a_former_name_are_counted_once(site: Site, shell: Shel
     assert parked() == [3, 0]
     site.start()
     site.put("late.parked", [waiting_event("late/new", number) for number in range(3)])  # as expel takes them over
-
-    async def settle() -> None:
-        async with open_broker(site.url) as broker:
-            await broker.admin.set_committed("late.old", "late.parked", {0: 2})
-
-    asyncio.run(settle())
+    commit(site.url, "late.old", "late.parked", 2)
     assert parked() == [3, 0]
 
 
@@ -438,14 +412,13 @@ def test_a_pause_stays_when_the_former_name_leaves_the_file(site: Site) -> None:
         async with open_broker(site.url) as broker, Producer(broker.appender) as producer:
             await write_pause(producer, name, Pause(state, OPERATOR, "me", 1))
 
-    async def read(renames: Mapping[str, str]) -> list[str]:
-        async with open_broker(site.url) as broker:
-            pauses = Pauses(broker.reader, renames)
-            await pauses.refresh()
-            return list(pauses.paused())
+    async def read(broker: Broker) -> list[str]:
+        pauses = Pauses(broker.reader, renames_of(await asyncio.to_thread(load_pipes, site.path)))
+        await pauses.refresh()
+        return list(pauses.paused())
 
     def paused() -> list[str]:
-        return asyncio.run(read(renames_of(load_pipes(site.path))))
+        return at_broker(site.url, read)
 
     asyncio.run(change("late/old", "paused"))
     site.write(one_pipe("late", ["name: new, renamed_from: old"]))
@@ -508,7 +481,7 @@ def test_letters_of_a_removed_pipe_go_to_another_destination(site: Site, shell: 
     assert "2 dead letters for old, 1 cause\n" in shell.err
     assert shell.run("dead", "redrive", "--pipe", "late") == 1
     assert "unknown_destination 2, e.g. late.dead:0:0: the pipe file no longer has this destination. Try: --to" in (
-        shell.err.replace("\n", " ")
+        shell.said
     )
     assert shell.run("dead", "redrive", "--pipe", "late", "--to", "shop/nobody") == 2
     assert "has no such webhook" in shell.err
@@ -652,7 +625,7 @@ def test_a_name_that_comes_back(site: Site) -> None:
         pipes = await asyncio.to_thread(load_pipes, site.path)
         async with (
             open_broker(site.url) as broker,
-            broker.consumer("late.old", ["s"], start="earliest", on_revoke=ignore) as consumer,
+            broker.consumer("late.old", ["s"], start="earliest", on_revoke=AsyncMock()) as consumer,
         ):
             await consumer.poll(max_records=1, max_wait=0.1)
             return [change.kind for change in (await find_changes(broker, pipes, site.path, None)).lines]
@@ -669,15 +642,12 @@ def test_retention_by_the_clients_clocks_is_told(site: Site, shell: Shell, monke
     site.start()
     assert "LogAppendTime" not in site.check()[1]
 
-    async def find(_: LogAdmin, topics: Collection[str]) -> frozenset[str]:
-        return frozenset(topics)
-
     altered: list[str] = []
 
     async def alter(_: LogAdmin, topics: Collection[str]) -> None:
         altered.extend(topics)
 
-    monkeypatch.setattr(LogAdmin, "kept_by_event_time", find)
+    monkeypatch.setattr(LogAdmin, "kept_by_event_time", AsyncMock(side_effect=frozenset))
     monkeypatch.setattr(LogAdmin, "keep_by_storing", alter)
     assert "s: Kafka counts its retention from the clients' clocks" in site.check()[1]
     assert altered == []
@@ -720,7 +690,7 @@ def test_a_takeover_while_the_group_has_members(site: Site, monkeypatch: pytest.
         pipes = await asyncio.to_thread(load_pipes, site.path)
         async with (
             open_broker(site.url) as broker,
-            broker.consumer("late.old", ["s"], start="earliest", on_revoke=ignore) as consumer,
+            broker.consumer("late.old", ["s"], start="earliest", on_revoke=AsyncMock()) as consumer,
         ):
             await consumer.poll(max_records=1, max_wait=0.1)
             with pytest.raises(CommandFailed, match="a destination cannot take over its position"):

@@ -24,15 +24,15 @@ def names(fleet: Fleet) -> list[str]:
 async def test_grows_and_shrinks_by_one_with_a_drain(bench: Bench) -> None:
     """Broken: a group under load cannot grow, or a process that leaves is killed in the middle of its work."""
     async with bench.run("expel", "ingest") as fleet:
-        fleet.resize("expel", 1, 3)
+        await fleet.resize("expel", 1, 3)
         await fleet.wait_ready()
         assert names(fleet) == ["expel-1", "ingest-1", "expel-2", "expel-3"]
         await until_state(bench, lambda state: sum(one.pid is not None for one in state.processes) == 4)
         youngest = fleet.processes[-1].pid
-        fleet.resize("expel", 3, 2)
+        await fleet.resize("expel", 3, 2)
         assert fleet.why_not_ready() is None
         with pytest.raises(SizeRefused, match="draining already"):
-            fleet.resize("expel", 2, 1)
+            await fleet.resize("expel", 2, 1)
         await until(lambda: names(fleet) == ["expel-1", "ingest-1", "expel-2"], "the youngest gone")
         assert youngest is not None
         assert not is_alive(youngest)
@@ -48,11 +48,11 @@ async def test_grows_and_shrinks_by_one_with_a_drain(bench: Bench) -> None:
 async def test_a_process_that_crashes_while_it_leaves_does_not_come_back(bench: Bench) -> None:
     """Broken: a group that was made smaller grows again by itself."""
     async with bench.run("expel", mode="stuck") as fleet:
-        fleet.resize("expel", 1, 2)
+        await fleet.resize("expel", 1, 2)
         await fleet.wait_ready()
         leaving = fleet.processes[-1]
         assert leaving.pid is not None
-        fleet.resize("expel", 2, 1)
+        await fleet.resize("expel", 2, 1)
         os.kill(leaving.pid, signal.SIGKILL)
         await until(lambda: names(fleet) == ["expel-1"], "it is gone")
         assert leaving.restarts == 0
@@ -62,9 +62,9 @@ async def test_a_process_that_crashes_while_it_leaves_does_not_come_back(bench: 
 async def test_a_fleet_that_stops_lets_the_leaving_drain(bench: Bench) -> None:
     """Broken: Ctrl-C during a shrink sends the one that drains a second SIGTERM, which means "at once"."""
     async with bench.run("expel") as fleet:
-        fleet.resize("expel", 1, 2)
+        await fleet.resize("expel", 1, 2)
         await fleet.wait_ready()
-        fleet.resize("expel", 2, 1)
+        await fleet.resize("expel", 2, 1)
     assert fleet.drained
     assert bench.notes()[-2:] == ["expel drained"] * 2
 
@@ -84,7 +84,7 @@ async def test_refused_sizes(bench: Bench) -> None:
     async with bench.run("expel", "observer") as fleet:
         for service, seen, size, again in REFUSED:
             with pytest.raises(SizeRefused) as caught:
-                fleet.resize(service, seen, size)
+                await fleet.resize(service, seen, size)
             assert caught.value.again == again, (service, seen, size)
             assert names(fleet) == ["expel-1", "observer-1"], (service, seen, size)
 

@@ -1,6 +1,5 @@
 """`penstock scaling`, on a log without a fleet and with an observer that knows groups."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -8,15 +7,11 @@ from typing import Any
 import pytest
 
 from services.core.audit import Entry
-from services.core.broker.connect import open_broker
-from services.core.pipes import load_pipes
-from services.core.provision import ensure_topics
+from services.core.broker.contract import Broker
 from services.fleet.dead.audit import read_audit
 from services.fleet.observer_client import Observer
 from services.fleet.verbs import scaling
-from tests.unit.fleet.test_cli import Shell, shell
-
-__all__ = ["shell"]
+from tests.unit.fleet.conftest import Shell, at_broker, make_fleet
 
 PIPES = """\
 streams: {s: {}}
@@ -41,15 +36,7 @@ EXPEL: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "pipes.yaml").write_text(PIPES)
-    pipes = load_pipes(tmp_path / "pipes.yaml")
-
-    async def make() -> None:
-        async with open_broker(f"log://{tmp_path}/data/log") as broker:
-            await ensure_topics(broker.admin, pipes)
-
-    asyncio.run(make())
-    return tmp_path
+    return make_fleet(tmp_path, PIPES)
 
 
 @pytest.fixture
@@ -67,11 +54,10 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def audit(folder: Path) -> list[Entry]:
-    async def read() -> list[Entry]:
-        async with open_broker(f"log://{folder}/data/log") as broker:
-            return [entry async for entry in read_audit(broker.reader)]
+    async def read(broker: Broker) -> list[Entry]:
+        return [entry async for entry in read_audit(broker.reader)]
 
-    return asyncio.run(read())
+    return at_broker(f"log://{folder}/data/log", read)
 
 
 def test_frozen_until_unfrozen_without_a_fleet(shell: Shell, folder: Path) -> None:

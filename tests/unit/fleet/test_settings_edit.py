@@ -1,7 +1,7 @@
 """One key of a settings file is set; comments, order and style of everything else stay."""
 
-import sys
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 import yaml
@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from services.autoscaler.settings import AutoscalerSettings
 from services.core.settings import load_settings
-from services.fleet.cli import main
 from services.fleet.problem import CommandFailed
-from services.fleet.rating.steps import RatingStep
 from services.fleet.settings_edit import check_key, edit, set_key
 from services.fleet.verbs import rate
+from tests.unit.fleet.conftest import Shell
 
 KEYS = ("autoscaler", "groups", "expel", "target_cpu")
 
@@ -111,18 +110,11 @@ def test_a_check_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_rating_checks_the_file_before_it_loads_the_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Broken: a slip in --config is found out after a minute of load, and the rating is lost."""
-
-    async def run(*_: object) -> list[RatingStep]:
-        raise AssertionError("it was loaded")
-
-    monkeypatch.setattr(rate, "_run", run)
+    monkeypatch.setattr(rate, "_run", AsyncMock(side_effect=AssertionError("it was loaded")))
     path = tmp_path / "penstock.yaml"
     path.write_text("autoscaler: yes\n")
-    monkeypatch.setattr(sys, "argv", ["penstock", "rate", "expel", "--config", str(path)])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 1
-    assert "cannot be changed" in capsys.readouterr().err
+    assert shell.run("rate", "expel", "--config", path) == 1
+    assert "cannot be changed" in shell.err

@@ -4,6 +4,7 @@ import os
 import re
 import time
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import psutil
 import pytest
@@ -103,11 +104,7 @@ async def test_no_more_events_are_parked_than_wait(
     monkeypatch: pytest.MonkeyPatch, behind: int | None, waiting: int | None, expected: int | None
 ) -> None:
     """Broken: after a rename the events of a paused destination are counted twice, or as many times as there are destinations."""
-
-    async def lag(*_: object) -> tuple[int | None, None]:
-        return behind, None
-
-    monkeypatch.setattr(status, "_group_lag", lag)
+    monkeypatch.setattr(status, "_group_lag", AsyncMock(return_value=(behind, None)))
     found = await status._paused(None, "p", "d", Pause("paused", "operator", "me", 1), waiting)
     assert found["parked"] == expected
 

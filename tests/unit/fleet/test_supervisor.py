@@ -130,7 +130,7 @@ async def test_the_state_file_does_not_come_back(bench: Bench, monkeypatch: pyte
     async with bench.run("ingest") as fleet:
         await until_state(bench, lambda state: bool(state.processes))
         slow = True
-        fleet.resize("ingest", 1, 2)
+        await fleet.resize("ingest", 1, 2)
         await until(begun.is_set, "a write that the stop finds under way")
     await asyncio.to_thread(holding.close)
     await asyncio.sleep(2.5)

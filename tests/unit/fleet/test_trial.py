@@ -25,9 +25,7 @@ from services.fleet.problem import CommandFailed
 from services.fleet.verbs.trial import _counts, _warnings, trial_tables
 from services.ingest.sample import make_sample
 from services.ingest.settings import IngestSettings
-from tests.unit.fleet.test_cli import Shell, shell
-
-__all__ = ["shell"]
+from tests.unit.fleet.conftest import Shell
 
 NOW = 1_700_000_000_000
 NO_PIPES = PipeFile.model_validate({"streams": {"s": {}}})

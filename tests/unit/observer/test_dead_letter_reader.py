@@ -13,6 +13,7 @@ from services.core.broker.record import Batch, Record
 from services.core.pipes import PipeFile
 from services.core.provision import ensure_topics
 from services.observer.dead_letters import CAUSES, PAGE, DeadLetterReader, FailureTable
+from tests.support.waiting_events import store
 from tests.unit.observer.letters import DEAD, HOOK, PIPES, letter
 
 TOPIC = "shop.dead"
@@ -27,8 +28,7 @@ async def broker(tmp_path: Path) -> AsyncIterator[Broker]:
 
 
 async def bury(broker: Broker, letters: Sequence[Record], topic: str = TOPIC) -> None:
-    async with Producer(broker.appender) as producer:
-        (await producer.send_to(topic, {0: letters})).raise_first()
+    await store(broker, topic, letters)
 
 
 async def read_all(reader: DeadLetterReader, topic: str = TOPIC) -> None:

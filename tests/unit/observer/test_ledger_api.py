@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.core.audit import Entry, write_act
-from services.core.bearer import Tokens, name_of, read_tokens
+from services.core.bearer import Tokens, name_of
 from services.core.broker.contract import TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
@@ -32,14 +32,6 @@ TOKEN = "a-token-of-the-test-0123456789"
 
 
 @pytest.fixture
-def tokens(tmp_path: Path) -> Tokens:
-    path = tmp_path / "token"
-    path.write_text(f"{TOKEN}\n")
-    path.chmod(0o600)
-    return Tokens(read_tokens(path))
-
-
-@pytest.fixture
 def minute() -> int:
     """Five minutes ago, when the test begins: health looks at the last 15."""
     return int(time.time() * 1000) // MINUTE_MS - 5
@@ -52,7 +44,7 @@ def audited() -> list[Entry]:
 
 
 @pytest.fixture
-async def address(tmp_path: Path, minute: int, tokens: Tokens, audited: list[Entry]) -> AsyncIterator[str]:
+async def address(tmp_path: Path, minute: int, audited: list[Entry]) -> AsyncIterator[str]:
     """An observer that knows of ten events, two of them missing."""
     async with LogBroker.open(str(tmp_path / "log")) as broker, Producer(broker.appender) as producer:
         for topic in ("flights", "late.out", SNAPSHOTS, AUDIT):
@@ -73,7 +65,7 @@ async def address(tmp_path: Path, minute: int, tokens: Tokens, audited: list[Ent
             audited[:] = [entry async for entry in read_audit(broker.reader)]
 
         api = LedgerApi(follower, broker.reader, judge, 0.01, audit)
-        async with serve_api("127.0.0.1:0", api.routes(), tokens=tokens) as bound:
+        async with serve_api("127.0.0.1:0", api.routes(), tokens=Tokens([TOKEN])) as bound:
             yield bound
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from services.autoscaler.groups.observer import ObserverUnavailable, open_observer
-from services.core.bearer import Tokens, read_tokens
+from services.core.bearer import Tokens
 from services.core.group_report import MAX_REPORT_BYTES, GroupReport
 from services.observer.http import serve_api
 from services.observer.scaling_api import KEPT_MS, MAX_GROUPS, GroupReports, ScalingApi
@@ -23,25 +23,15 @@ def make_report(group: str = "expel", **more: Any) -> GroupReport:
     return GroupReport(group, round(time.time() * 1000), 2, 3, "hold", "frozen", "out: 2.1 cores", **more)
 
 
-@pytest.fixture
-def token_file(tmp_path: Path) -> Path:
-    path = tmp_path / "token"
-    path.touch(mode=0o600)
-    path.write_text(f"{TOKEN}\n")
-    return path
-
-
-@pytest.fixture
-def tokens(token_file: Path) -> Tokens:
-    return Tokens(read_tokens(token_file))
-
-
-async def test_the_autoscalers_report_is_shown(token_file: Path, tokens: Tokens) -> None:
+async def test_the_autoscalers_report_is_shown(tmp_path: Path) -> None:
     """Broken: the page and the command show nothing of the groups, or a long reason of a person hides the group."""
+    token_file = tmp_path / "token"
+    token_file.touch(mode=0o600)
+    token_file.write_text(f"{TOKEN}\n")
     reports = GroupReports()
     long = "😀" * 3000
     async with (
-        serve_api("127.0.0.1:0", ScalingApi(reports).routes(), tokens=tokens) as address,
+        serve_api("127.0.0.1:0", ScalingApi(reports).routes(), tokens=Tokens([TOKEN])) as address,
         aiohttp.ClientSession() as session,
         open_observer(address, token_file) as autoscaler,
         open_observer(address) as stranger,
@@ -70,12 +60,12 @@ async def test_the_autoscalers_report_is_shown(token_file: Path, tokens: Tokens)
         ({"words": "x" * MAX_REPORT_BYTES}, 413),
     ],
 )
-async def test_mistakes_are_problems(tokens: Tokens, change: dict[str, Any], status: int) -> None:
+async def test_mistakes_are_problems(change: dict[str, Any], status: int) -> None:
     """Broken: a report that nobody can show ends the page's stream, or fills the observer's memory."""
     reports = GroupReports()
     body = {**msgspec.to_builtins(make_report()), **change}
     async with (
-        serve_api("127.0.0.1:0", ScalingApi(reports).routes(), tokens=tokens) as address,
+        serve_api("127.0.0.1:0", ScalingApi(reports).routes(), tokens=Tokens([TOKEN])) as address,
         aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
     ):
         async with session.put(f"http://{address}/v1/scaling/expel", json=body) as answer:

@@ -9,6 +9,7 @@ import orjson
 from aiohttp import ClientSession, web
 
 from services.core.keys import ApiKey, KeyRing
+from services.core.page_files import load_files
 from services.core.pipes import PipeFile
 from services.registry.app import OPENAPI
 from services.registry.catalog import Catalog
@@ -18,7 +19,7 @@ from services.registry.http import MAX_BODY_BYTES, Access, answer
 from services.registry.object_log import ObjectLog
 from services.registry.objects import Objects
 from services.registry.own_api import OwnApi
-from services.registry.page import add_page, load_files
+from services.registry.page import add_page
 from services.registry.registrar import Registrar
 from tests.support.memory_objects import MemoryObjects
 
@@ -29,7 +30,7 @@ PIPES = PipeFile.model_validate(
     }
 )
 
-_OPENAPI, _PAGE = OPENAPI.read_bytes(), load_files()
+_OPENAPI, _PAGE = OPENAPI.read_bytes(), load_files("services.registry.page")
 
 
 @dataclass

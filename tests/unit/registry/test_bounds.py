@@ -3,6 +3,7 @@
 import json
 from itertools import chain
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -141,12 +142,8 @@ async def test_the_reasons_of_a_refusal_hold_up_nobody(monkeypatch: pytest.Monke
 
 async def test_a_refusal_whose_reason_is_gone_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: somebody deprecates a version between the decision and its explanation, and a producer is refused for no reason."""
-
-    async def refuse(*_: object) -> bool:
-        return False
-
     async with running_registry() as client:
-        monkeypatch.setattr(Registrar, "_fits", refuse)
+        monkeypatch.setattr(Registrar, "_fits", AsyncMock(return_value=False))
         refused = await client.register("s", make_schema("a", 0), status=503)
         assert "changed" in refused["message"]
         protocol = {"text": "protocol P { record R { int a; } }", "language": "avdl"}

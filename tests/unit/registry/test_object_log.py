@@ -36,9 +36,12 @@ class Member:
         return AddSchema(new, name.encode().hex().ljust(64, "0"), "", "", name, '"string"')
 
 
-async def opened(objects: Objects) -> Member:
+async def opened(objects: Objects, names: str = "") -> Member:
+    """names: the letters that it then adds, one after the other."""
     member = Member(objects)
     await member.log.load()
+    for name in names:
+        await member.add(name)
     return member
 
 
@@ -122,9 +125,7 @@ async def test_a_segment_that_was_not_written_is_written_at_the_next_start() -> 
 async def test_an_altered_object_is_loud_and_blocks_registrations() -> None:
     """A failure means that a flipped bit changes a schema silently, or that ids behind it are given again."""
     objects = MemoryObjects()
-    member = await opened(objects)
-    for name in "abc":
-        await member.add(name)
+    await opened(objects, "abc")
     before = objects.alter(entry_name(2))
     reader = await opened(objects)
     assert reader.log.incomplete
@@ -145,13 +146,9 @@ async def test_an_altered_object_is_loud_and_blocks_registrations() -> None:
 async def test_a_replaced_object_is_mended_whichever_of_the_two_it_was(restored: int) -> None:
     """A failure means that the damage ends although it is there, or stays after the repair until a restart."""
     objects = MemoryObjects()
-    member = await opened(objects)
-    for name in "abcd":
-        await member.add(name)
+    await opened(objects, "abcd")
     before, other = objects.contents[entry_name(restored)], MemoryObjects()
-    stranger = await opened(other)
-    for name in "wxyz":
-        await stranger.add(name)
+    await opened(other, "wxyz")
     objects.contents[entry_name(restored)] = other.contents[entry_name(restored)]
     reader = await opened(objects)
     assert entry_name(restored) in reader.log.damage
@@ -167,9 +164,7 @@ async def test_a_store_that_answers_again_is_up_again(monkeypatch: pytest.Monkey
     """A failure means that the metric, and readiness, speak of a store that is away until somebody restarts the registry."""
     monkeypatch.setattr(object_log, "MEND_EVERY_S", 0.001)
     objects, stopping = MemoryObjects(), asyncio.Event()
-    member = await opened(objects)
-    for name in "abc":
-        await member.add(name)
+    await opened(objects, "abc")
     before = objects.alter(entry_name(2))
     reader = await opened(objects)
     shown = metrics.REGISTRY_STORE_UP._value.get
@@ -207,9 +202,7 @@ async def test_a_store_that_answers_again_is_up_again(monkeypatch: pytest.Monkey
 async def test_a_missing_object_is_no_end_of_the_log() -> None:
     """A failure means that ids behind a deleted object are given a second time."""
     objects = MemoryObjects()
-    member = await opened(objects)
-    for name in "abc":
-        await member.add(name)
+    await opened(objects, "abc")
     del objects.contents[entry_name(2)]
     reader = await opened(objects)
     assert set(reader.catalog.by_id) == {1, 3}
@@ -221,9 +214,7 @@ async def test_a_missing_object_is_no_end_of_the_log() -> None:
 async def test_verifying_finds_what_was_changed_while_it_ran(harm: str) -> None:
     """A failure means that damage shows only at the next start, when the only whole copy is gone."""
     objects = MemoryObjects()
-    member = await opened(objects)
-    for name in "abc":
-        await member.add(name)
+    member = await opened(objects, "abc")
     await member.log.verify()
     assert not member.log.damage
     if harm == "alter":
@@ -232,8 +223,7 @@ async def test_verifying_finds_what_was_changed_while_it_ran(harm: str) -> None:
         del objects.contents[entry_name(2)]
     else:
         other = MemoryObjects()
-        await (await opened(other)).add("x")
-        await (await opened(other)).add("y")
+        await opened(other, "xy")
         objects.contents[entry_name(2)] = other.contents[entry_name(2)]
     await member.log.verify()
     assert list(member.log.damage) == [entry_name(2)]
@@ -247,7 +237,7 @@ async def test_verifying_finds_what_was_changed_while_it_ran(harm: str) -> None:
 async def test_an_object_far_ahead_is_named_and_read_by_nobody(name: str) -> None:
     """A failure means that one foreign object makes a start read a million objects that do not exist, and run out of memory."""
     objects = MemoryObjects()
-    await (await opened(objects)).add("a")
+    await opened(objects, "a")
     objects.contents[name] = b"x"
     member = await opened(objects)
     assert objects.reads < 100
@@ -275,9 +265,7 @@ async def test_a_damaged_segment_costs_nothing_but_is_loud() -> None:
 async def test_an_object_under_another_name_is_refused() -> None:
     """A failure means that a restored backup with mixed-up files gives ids twice."""
     objects = MemoryObjects()
-    member = await opened(objects)
-    for name in "ab":
-        await member.add(name)
+    await opened(objects, "ab")
     objects.contents[entry_name(2)] = objects.contents[entry_name(1)]
     reader = await opened(objects)
     assert list(reader.log.damage) == [entry_name(2)]
@@ -286,8 +274,7 @@ async def test_an_object_under_another_name_is_refused() -> None:
 async def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     """A failure means that an older registry misreads what a newer one stored."""
     objects = Folder(tmp_path)
-    member = await opened(objects)
-    await member.add("a")
+    await opened(objects, "a")
     path = tmp_path / entry_name(1)
     path.write_bytes(path.read_bytes().replace(b"penstock-registry 1 ", b"penstock-registry 2 "))
     reader = await opened(objects)
@@ -297,8 +284,7 @@ async def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
 async def test_a_folder_survives_leftovers_of_killed_processes(tmp_path: Path) -> None:
     """A failure means that half of a file, left by a kill -9, is read as an object."""
     objects = Folder(tmp_path)
-    member = await opened(objects)
-    await member.add("a")
+    await opened(objects, "a")
     (tmp_path / "log" / ".new-000000000002-aa").write_bytes(b"penstock-regi")
     reader = await opened(objects)
     assert not reader.log.damage

@@ -8,6 +8,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import apsw
 import orjson
@@ -128,14 +129,10 @@ async def _hang(*_: object) -> bool:
 
 async def test_a_table_that_stands_still_falls_behind(tmp_path: Path) -> None:
     """Broken: the broker does not answer, the figure keeps its last value, and no alert fires."""
-
-    async def fail(*_: object) -> bool:
-        raise Unavailable("away")
-
     async with running(tmp_path, partitions=1) as table:
         await table.put("a", b"1")
         await table.until(lambda: table.follower.nexts.get(0) == 1)
-        table.follower._round = fail  # type: ignore[method-assign, assignment]
+        table.follower._round = AsyncMock(side_effect=Unavailable("away"))  # type: ignore[method-assign]
         await table.until(
             lambda: (REGISTRY.get_sample_value("penstock_table_behind_seconds", {"stream": STREAM}) or 0.0) > 2.0
         )

@@ -10,8 +10,7 @@ from services.core.pipes import PipeFile
 from services.core.provision import wanted_topics
 from services.core.topic_names import lane_name
 from services.core.units import format_count
-from services.fleet.doctor.checks.expiry import format_span
-from services.fleet.doctor.checks.moves import find_moves, log_command
+from services.fleet.doctor.checks.moves import find_moves, format_span, log_command
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Facts
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from services.core.topic_names import RETRIER_DEAD, RETRIER_GROUP, lane_name
 from services.core.units import format_count
 from services.fleet.doctor.checks.ledger import describe_reports
-from services.fleet.doctor.checks.moves import log_command, span
+from services.fleet.doctor.checks.moves import format_span, log_command
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Facts
 
@@ -206,18 +206,13 @@ def find_retrier_stuck(facts: Facts) -> Iterator[Finding]:
         late = facts.now + (one.skew or 0.0) - value
         if one.service != "retrier" or not value or not before or late <= DUE_S:
             continue
-        released = sum(
-            grown for other, _, _, grown in facts.series("penstock_retrier_events_released_total") if other is one
-        )
-        failures = sum(
-            grown for other, _, _, grown in facts.series("penstock_retrier_move_failures_total") if other is one
-        )
-        lines = [line.text[:300] for line in one.lines if line.event == "move_failed"]
+        released = facts.growth("penstock_retrier_events_released_total", one)
+        failures = facts.growth("penstock_retrier_move_failures_total", one)
         yield Finding(
-            f"The retrier gives events back too late: the first has been due for {span(late)}.",
+            f"The retrier gives events back too late: the first has been due for {format_span(late)}.",
             [
                 f"{released:.0f} given back, and {failures:.0f} failed appends, in {facts.seconds():.0f} s ({one.name})",
-                *(f"its log: {text}" for text in lines[-1:]),
+                *one.said("move_failed"),
             ],
             f"{log_command(one, 'move_failed')}   # no such line: restart {one.name}, nothing is lost",
             about("retrier", RETRIER_GROUP, one.name),

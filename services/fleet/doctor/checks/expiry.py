@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from services.core.kafka_security import NAME as KAFKA
 from services.core.times import format_time
+from services.fleet.doctor.checks.moves import format_span
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Certificate, Facts
 
@@ -62,14 +63,6 @@ def _expiry(one: Certificate, what: str) -> Finding:
     return Finding(what, evidence, first, about(*one.lanes))
 
 
-def format_span(seconds: float) -> str:
-    """For a person, in the largest unit of which there are two."""
-    for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
 def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
 
@@ -119,7 +112,7 @@ OLD_DAYS = 400.0
 
 def find_expiring_secrets(facts: Facts) -> Iterator[Finding]:
     """API keys, signing secrets and others that end by the date beside them, soon or before now."""
-    written = _newest_of(facts, "penstock_secret_written_timestamp_seconds")
+    written = _written(facts)
     for (name, key), until in sorted(_ends_of_secrets(facts).items()):
         left, soon = until - facts.now, SOON_DAYS * 86400
         if name in _WITH_KEYS and (name, key) in written:
@@ -132,7 +125,7 @@ def find_expiring_secrets(facts: Facts) -> Iterator[Finding]:
 def find_old_secrets(facts: Facts) -> Iterator[Finding]:
     """Secrets without a date that nobody has changed for a long time."""
     ends = _ends_of_secrets(facts)
-    for (name, key), written in sorted(_newest_of(facts, "penstock_secret_written_timestamp_seconds").items()):
+    for (name, key), written in sorted(_written(facts).items()):
         if (name, key) not in ends and facts.now - written > OLD_DAYS * 86400:
             yield Finding(
                 f"{_capital(_secret(name, key))} was not changed for {format_span(facts.now - written)}, and has no date.",
@@ -178,9 +171,9 @@ def _ends_of_secrets(facts: Facts) -> dict[tuple[str, str], float]:
     return found
 
 
-def _newest_of(facts: Facts, metric: str) -> dict[tuple[str, str], float]:
+def _written(facts: Facts) -> dict[tuple[str, str], float]:
     found: dict[tuple[str, str], float] = {}
-    for _, labels, value, _ in facts.series(metric):
+    for _, labels, value, _ in facts.series("penstock_secret_written_timestamp_seconds"):
         place = labels["name"], labels["key"]
         found[place] = max(value, found.get(place, value))
     return found

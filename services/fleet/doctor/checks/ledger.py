@@ -27,7 +27,7 @@ def find_no_speaker(facts: Facts) -> Iterator[Finding]:
         return
     if any(facts.is_young(one, STARTING_S) or _stepped_down(facts, one) for one in observers):
         return
-    said = [f"its log: {line.text[:300]}" for one in observers for line in one.lines if line.event == "speaker_unknown"]
+    said = [text for one in observers for text in one.said("speaker_unknown")]
     yield Finding(
         "No observer speaks: no alarm is sent, and no snapshot is written.",
         [f"penstock_observer_speaks is 0 in {', '.join(one.name for one in observers)}", *said[-1:]],
@@ -47,12 +47,9 @@ def find_unread_letters(facts: Facts) -> Iterator[Finding]:
         if not value and not before:
             topics.setdefault(labels["topic"], one)
     for topic, one in topics.items():
-        lines = [
-            line for line in one.lines if line.event == "dead_letters_unreadable" and line.fields.get("topic") == topic
-        ]
         yield Finding(
             f"The observer cannot read the dead letters of {topic}: its causes of failures are old.",
-            [f"penstock_observer_topic_up of {one.name} is 0", *(f"its log: {line.text[:300]}" for line in lines[-1:])],
+            [f"penstock_observer_topic_up of {one.name} is 0", *one.said("dead_letters_unreadable", topic=topic)],
             "penstock log verify" if facts.broker.is_log else log_command(one, "dead_letters_unreadable"),
             about("observer", f"topic {topic}"),
         )

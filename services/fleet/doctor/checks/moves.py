@@ -52,14 +52,14 @@ def find_moves(facts: Facts, metric: str, *events: str, **labels: str) -> Iterat
         age = facts.age_of(one)
         if lines:
             last = max(line.at for line in lines)
-            when = f"within ten minutes, the last {span(max(0.0, facts.now - last))} ago"
+            when = f"within ten minutes, the last {format_span(max(0.0, facts.now - last))} ago"
             yield Moves(one, found, max(len(lines), int(grown)), int(value), when, lines=lines, last=last)
         elif grown:
             yield Moves(one, found, int(grown), int(value), f"in {facts.seconds():.0f} s", last=facts.now)
         elif age is not None and age < RECENT_S:
-            yield Moves(one, found, int(value), int(value), f"since its start {span(age)} ago")
+            yield Moves(one, found, int(value), int(value), f"since its start {format_span(age)} ago")
         elif one.log is None:
-            when = f"since its start{f' {span(age)} ago' if age is not None else ''}; only its log has the time"
+            when = f"since its start{f' {format_span(age)} ago' if age is not None else ''}; only its log has the time"
             yield Moves(one, found, int(value), int(value), when, is_old=True)
 
 
@@ -68,8 +68,8 @@ def _is_about(line: LogLine, labels: Mapping[str, str]) -> bool:
     return all(str(line.fields[name] or "") == value for name, value in labels.items() if name in line.fields)
 
 
-def span(seconds: float) -> str:
-    """A time for a person."""
+def format_span(seconds: float) -> str:
+    """For a person, in the largest unit of which there are two."""
     for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

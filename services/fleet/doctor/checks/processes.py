@@ -283,11 +283,10 @@ def find_damaged_schemas(facts: Facts) -> Iterator[Finding]:
     """Objects of the schema registry that are altered or missing."""
     for one, _, value, _ in facts.series("penstock_registry_objects_damaged"):
         if value:
-            lines = [line for line in one.lines if line.event == "registry_object_damaged"]
             objects = format_count(int(value), "object")
             yield Finding(
                 f"The schema registry has {objects} that were altered or are missing.",
-                ["nothing can be registered until then", *(f"its log: {line.text[:300]}" for line in lines[-1:])],
+                ["nothing can be registered until then", *one.said("registry_object_damaged")],
                 log_command(one, "registry_object_damaged"),
                 about("registry", one.name),
             )
@@ -297,10 +296,9 @@ def find_schema_store(facts: Facts) -> Iterator[Finding]:
     """A registry whose store does not answer. Every service has the metric; only the registry sets it."""
     for one, _, value, _ in facts.series("penstock_registry_store_up"):
         if one.service == "registry" and not value:
-            lines = [line for line in one.lines if line.event in ("registry_store_unavailable", "store_unavailable")]
             yield Finding(
                 f"The store of schemas does not answer {one.name}: nothing can be registered there.",
-                [f"its log: {line.text[:300]}" for line in lines[-1:]],
+                one.said("registry_store_unavailable", "store_unavailable"),
                 log_command(one, "store_unavailable"),
                 about("registry", one.name),
             )

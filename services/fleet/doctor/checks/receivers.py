@@ -7,7 +7,8 @@ from services.core.pauses import GONE, Pause
 from services.core.times import format_time
 from services.core.topic_names import lane_name, retry_topic
 from services.core.units import format_count
-from services.fleet.doctor.checks.expiry import find_expired, find_expired_tokens, format_span, said_to_end
+from services.fleet.doctor.checks.expiry import find_expired, find_expired_tokens, said_to_end
+from services.fleet.doctor.checks.moves import format_span
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Endpoint, Facts, LogLine
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.core.units import format_count
-from services.fleet.doctor.checks.moves import RECENT_S, find_moves, log_command, span
+from services.fleet.doctor.checks.moves import RECENT_S, find_moves, format_span, log_command
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Facts, Instance
 
@@ -36,7 +36,10 @@ def find_away(facts: Facts) -> Iterator[Finding]:
     if not facts.of("autoscaler") and SILENT_S < facts.now - newest < REMOVED_S:
         yield Finding(
             "The autoscaler has reported nothing for a while: every service and stream keeps its size.",
-            [f"the observer has its last decision from {span(facts.now - newest)} ago", "the list has no autoscaler"],
+            [
+                f"the observer has its last decision from {format_span(facts.now - newest)} ago",
+                "the list has no autoscaler",
+            ],
             "restart the autoscaler; its log or the platform's events say why it ended",
             about("autoscaler"),
         )

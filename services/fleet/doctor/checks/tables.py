@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from services.core.units import format_count
-from services.fleet.doctor.checks.moves import find_moves, log_command, span
+from services.fleet.doctor.checks.moves import find_moves, format_span, log_command
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Facts
 
@@ -17,23 +17,16 @@ def find_behind(facts: Facts) -> Iterator[Finding]:
         if value <= BEHIND_S:
             continue
         stream = labels["stream"]
-        read = sum(
-            grown for other, _, _, grown in facts.series("penstock_table_records_total", stream=stream) if other is one
-        )
-        failures = sum(
-            count
-            for other, _, count, _ in facts.series("penstock_table_read_failures_total", stream=stream)
-            if other is one
-        )
-        lines = [line for line in one.lines if line.event == "table_waits" and line.fields.get("stream") == stream]
+        read = facts.growth("penstock_table_records_total", one, stream=stream)
+        failures = facts.total("penstock_table_read_failures_total", one, stream=stream)
         does = f"{format_count(int(read), 'record')} read in {facts.seconds():.0f} s"
         yield Finding(
-            f"Table {stream} is {span(value)} behind its stream{'' if read else ' and reads nothing'}: "
+            f"Table {stream} is {format_span(value)} behind its stream{'' if read else ' and reads nothing'}: "
             f"{one.name} answers reads with 503.",
             [
                 f"{does}, {format_count(int(failures), 'failed read')} since its start",
                 *([f"its /readyz: {one.reason}"] if one.reason else []),
-                *(f"its log: {line.text[:300]}" for line in lines[-1:]),
+                *one.said("table_waits", stream=stream),
             ],
             log_command(one, "table_waits|table_rebuilt"),
             about(f"table {stream}", one.name, one.service),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from services.core.times import format_time
 from services.core.topic_names import output_topic
 from services.core.units import format_count
-from services.fleet.doctor.checks.moves import Moves, find_moves, log_command, span
+from services.fleet.doctor.checks.moves import Moves, find_moves, format_span, log_command
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Checkpoint, Facts, Instance, LogLine
 
@@ -238,12 +238,11 @@ def find_old_tables(facts: Facts) -> Iterator[Finding]:
             tables[name] = one, value, every
     for name, (one, age, every) in tables.items():
         failures = facts.total("penstock_transform_table_refresh_failures_total", table=name)
-        lines = [line for line in one.lines if line.event == "table_not_refreshed" and line.fields.get("table") == name]
         yield Finding(
-            f"Table {name} was last read {span(age)} ago: transforms use its old content.",
+            f"Table {name} was last read {format_span(age)} ago: transforms use its old content.",
             [
-                f"it is read every {span(every)}, and {format_count(int(failures), 'reading')} failed",
-                *(f"its log: {line.text[:300]}" for line in lines[-1:]),
+                f"it is read every {format_span(every)}, and {format_count(int(failures), 'reading')} failed",
+                *one.said("table_not_refreshed", table=name),
             ],
             log_command(one, "table_not_refreshed"),
             about(f"table {name}"),

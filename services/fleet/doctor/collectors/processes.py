@@ -14,7 +14,7 @@ from services.core.scrape import Sample, scrape
 from services.core.targets import Target
 from services.fleet.doctor.collectors.bounds import in_thread
 from services.fleet.doctor.facts import Facts, Instance, LogLine
-from services.fleet.folder import FleetState, ProcessState, read_state
+from services.fleet.folder import FleetState, read_state
 from services.fleet.output import describe_line
 
 PROBE = aiohttp.ClientTimeout(total=4.0, sock_connect=2.0)
@@ -26,11 +26,10 @@ LOG_LINES = 400
 
 def instances_of(state: FleetState) -> list[Instance]:
     """The processes of a fleet on this machine, as its state file lists them."""
-    return [_instance(one) for one in state.processes]
-
-
-def _instance(one: ProcessState) -> Instance:
-    return Instance(one.name, one.service, one.management, one.pid, one.restarts, one.restarts, Path(one.log))
+    return [
+        Instance(one.name, one.service, one.management, one.pid, one.restarts, one.restarts, Path(one.log))
+        for one in state.processes
+    ]
 
 
 def instance_of(target: Target) -> Instance:
@@ -148,8 +147,7 @@ async def _scrape(one: Instance) -> Sample | None:
 
 def _service_in(sample: Sample) -> str:
     """The service that a process says it is; a list of targets may not have it."""
-    services = [dict(labels).get("service", "") for name, labels in sample.values if name == "penstock_build_info"]
-    return next(iter(services), "")
+    return next((labels.get("service", "") for labels, _ in sample.children("penstock_build_info")), "")
 
 
 def tail(path: Path) -> tuple[LogLine, ...]:

@@ -38,7 +38,7 @@ async def _at_once() -> None:
 async def fleet_platform(folder: Path) -> AsyncIterator[Platform]:
     bench = Bench(folder)
     async with bench.run("expel", mode="draining", drain=DEADLINE) as fleet, open_driver(f"fleet://{folder}") as driver:
-        fleet.resize("expel", 1, 2)
+        await fleet.resize("expel", 1, 2)
         await fleet.wait_ready()
         while not (folder / "fleet.json").exists():
             await asyncio.sleep(0.02)

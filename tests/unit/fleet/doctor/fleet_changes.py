@@ -7,10 +7,20 @@ import msgspec
 
 from services.core.group_report import GroupReport
 from services.core.scrape import Sample
+from services.fleet.doctor.checks import CHECKS
+from services.fleet.doctor.diagnosis import Diagnosis, diagnose
 from services.fleet.doctor.facts import Facts, Instance
-from tests.unit.fleet.doctor.fleet_facts import BILLING, NOW, count, instance, line, make_instance
+from tests.unit.fleet.doctor.fleet_facts import BILLING, NOW, count, healthy, instance, line, make_instance
 
 Change = Callable[[Facts], object]
+
+
+def broken(*changes: Change) -> Diagnosis:
+    """What all checks find at a healthy fleet that was changed so."""
+    facts = healthy()
+    for change in changes:
+        change(facts)
+    return diagnose(facts, CHECKS)
 
 
 def add_autoscaler(facts: Facts) -> Instance:

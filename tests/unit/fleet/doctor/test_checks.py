@@ -1,7 +1,5 @@
 """What `penstock doctor` names first, for each kind of fault; the facts are made here."""
 
-from collections.abc import Callable
-
 import pytest
 
 from services.core.broker.contract import Lag
@@ -10,11 +8,11 @@ from services.core.pauses import Pause
 from services.core.pipes import PipeFile
 from services.core.scrape import Sample
 from services.core.transform_marks import TransformMark
-from services.fleet.doctor.checks import CHECKS
 from services.fleet.doctor.checks.broker import find_gone, find_missing_topics, find_throttled
-from services.fleet.doctor.checks.expiry import format_span
-from services.fleet.doctor.diagnosis import Diagnosis, diagnose
+from services.fleet.doctor.checks.moves import format_span
+from services.fleet.doctor.diagnosis import Diagnosis
 from services.fleet.doctor.facts import Certificate, Checkpoint, Disk, Endpoint, Facts, FileFault, Letters, LogLine
+from tests.unit.fleet.doctor.fleet_changes import Change, broken, counted
 from tests.unit.fleet.doctor.fleet_facts import (
     DATA,
     LANE,
@@ -29,13 +27,6 @@ from tests.unit.fleet.doctor.fleet_facts import (
 )
 
 DAY_S = 86400.0
-
-
-def broken(*breaks: Callable[[Facts], None]) -> Diagnosis:
-    facts = healthy()
-    for one in breaks:
-        one(facts)
-    return diagnose(facts, CHECKS)
 
 
 def first_of(found: Diagnosis) -> str:
@@ -53,7 +44,7 @@ def test_nothing_is_wrong() -> None:
     assert (found.causes, found.notes, found.unknown, found.status) == ([], [], [], 0)
 
 
-def dead(service: str) -> Callable[[Facts], None]:
+def dead(service: str) -> Change:
     def kill(facts: Facts) -> None:
         one = instance(facts, service)
         one.answer, one.reason, one.status, one.pid = "refused", "nobody listens there", "gone", None
@@ -62,7 +53,7 @@ def dead(service: str) -> Callable[[Facts], None]:
     return kill
 
 
-def hung(service: str) -> Callable[[Facts], None]:
+def hung(service: str) -> Change:
     def stop(facts: Facts) -> None:
         one = instance(facts, service)
         one.answer, one.reason, one.status = "silent", "no answer", "stopped"
@@ -71,7 +62,7 @@ def hung(service: str) -> Callable[[Facts], None]:
     return stop
 
 
-def looping(service: str) -> Callable[[Facts], None]:
+def looping(service: str) -> Change:
     def loop(facts: Facts) -> None:
         one = instance(facts, service)
         one.restarts, one.restarts_later, one.age = 7, 8, 1.0
@@ -136,7 +127,7 @@ def test_a_lane_that_does_not_move_in_a_topic_with_the_writers_time() -> None:
 def test_a_process_that_lives_longer_than_its_last_runs_does_not_die_again_and_again() -> None:
     """Broken: a crash of an hour ago is the first cause of tonight's page."""
 
-    def restart(age: float) -> Callable[[Facts], None]:
+    def restart(age: float) -> Change:
         def change(facts: Facts) -> None:
             one = instance(facts, "expel")
             one.restarts = one.restarts_later = 5
@@ -347,7 +338,7 @@ def test_a_broker_that_only_destinations_name() -> None:
 def test_a_receiver_that_is_back() -> None:
     """Broken: a destination that recovers by itself sends a person to its owner; or one that still fails looks well."""
 
-    def recover(reason: str) -> Callable[[Facts], None]:
+    def recover(reason: str) -> Change:
         def change(facts: Facts) -> None:
             expel = instance(facts, "expel")
             count(expel, "penstock_expel_breaker_state", LANE, 2.0, 2.0)
@@ -371,11 +362,7 @@ def test_a_receiver_that_is_back() -> None:
 )
 def test_the_way_in_which_a_receiver_fails(outcome: str, words: str) -> None:
     """Broken: a quota, a rejected credential and an outage at the receiver read alike."""
-
-    def fail(facts: Facts) -> None:
-        labels = {**LANE, "outcome": outcome}
-        count(instance(facts, "expel"), "penstock_expel_attempts_total", labels, 1.0, 9.0)
-
+    fail = counted("expel", "penstock_expel_attempts_total", {**LANE, "outcome": outcome}, 1.0, 9.0)
     assert words in broken(fail).causes[0].finding.what
 
 
@@ -434,31 +421,23 @@ def test_an_expired_login() -> None:
 )
 def test_a_secret_with_a_date(name: str, life: float, left: float, said: str) -> None:
     """Broken: a secret expires without a word, or an API key that lives for a day counts as a fault from its first hour."""
-
-    def age(facts: Facts) -> None:
-        for word, value in (("written", NOW + left - life), ("expiry", NOW + left)):
-            metric = f"penstock_secret_{word}_timestamp_seconds"
-            count(instance(facts, "expel"), metric, {"name": name, "key": "auth"}, value, value)
-
-    found = broken(age)
+    ages = [
+        counted("expel", f"penstock_secret_{word}_timestamp_seconds", {"name": name, "key": "auth"}, value)
+        for word, value in (("written", NOW + left - life), ("expiry", NOW + left))
+    ]
+    found = broken(*ages)
     assert [cause.finding.what for cause in found.causes] == ([said] if said else [])
 
 
 def test_a_secret_without_a_date() -> None:
     """Broken: nobody sees that a secret is years old; or each secret without a date is a fault."""
-
-    def age(facts: Facts) -> None:
-        for lane, days in (("shop/crm", 500), ("shop/erp", 300)):
-            at = NOW - days * DAY_S
-            count(
-                instance(facts, "expel"),
-                "penstock_secret_written_timestamp_seconds",
-                {"name": lane, "key": "secret"},
-                at,
-                at,
-            )
-
-    found = broken(age)
+    metric = "penstock_secret_written_timestamp_seconds"
+    found = broken(
+        *(
+            counted("expel", metric, {"name": lane, "key": "secret"}, NOW - days * DAY_S)
+            for lane, days in (("shop/crm", 500), ("shop/erp", 300))
+        )
+    )
     assert not found.causes
     assert [note.finding.what for note in found.notes] == [
         "The secret of shop/crm (secret) was not changed for 500 days, and has no date."
@@ -510,21 +489,13 @@ def test_a_secret_that_cannot_be_read() -> None:
         facts.files = (FileFault("the API keys of ingest", "/srv/keys.yaml", "not valid YAML", frozenset({"ingest"})),)
 
     assert "last good content" in broken(damage).causes[0].finding.first, "who changes the mode loses time"
-
-    def age(facts: Facts) -> None:
-        count(instance(facts, "ingest"), "penstock_ingest_keys_age_seconds", {}, 90.0, 95.0)
-
-    assert first_of(broken(age)) == "secrets"
+    assert first_of(broken(counted("ingest", "penstock_ingest_keys_age_seconds", {}, 90.0, 95.0))) == "secrets"
 
 
 def test_a_quota() -> None:
     """Broken: senders that are refused by their own quota look like a fault of ours, or like nothing."""
-
-    def refuse(facts: Facts) -> None:
-        labels = {"stream": "orders", "reason": "over-quota"}
-        count(instance(facts, "ingest"), "penstock_ingest_events_refused_total", labels, 10.0, 40.0)
-
-    found = broken(refuse)
+    labels = {"stream": "orders", "reason": "over-quota"}
+    found = broken(counted("ingest", "penstock_ingest_events_refused_total", labels, 10.0, 40.0))
     assert (first_of(found), found.causes[0].runbook) == ("quota", "PenstockClientsRefused")
 
 
@@ -606,7 +577,7 @@ def test_a_lost_checkpoint() -> None:
 
     assert "with checkpoint 0123" in broken(lose).causes[0].finding.evidence[0]
 
-    def make_anew(is_reset: bool) -> Callable[[Facts], None]:
+    def make_anew(is_reset: bool) -> Change:
         def change(facts: Facts) -> None:
             facts.broker.ends["large.out"] = 500
             path = DATA / "checkpoints" / "large"
@@ -711,18 +682,11 @@ def test_of_the_past_the_newest_is_first() -> None:
 
 def test_a_transform_that_reads_nothing() -> None:
     """Broken: a query that is up and stuck looks healthy."""
-
-    def stick(facts: Facts) -> None:
-        count(instance(facts, "transform"), "penstock_transform_events_read_total", {"pipe": "large"}, 100.0, 100.0)
-
+    stick = counted("transform", "penstock_transform_events_read_total", {"pipe": "large"}, 100.0)
     assert first_of(broken(stick)) == "transform-stuck"
-
-    def in_real_time_mode(facts: Facts) -> None:  # it counts every 15 s
-        stick(facts)
-        labels = {"pipe": "large", "mode": "real-time", "why": ""}
-        count(instance(facts, "transform"), "penstock_transform_mode", labels, 1.0, 1.0)
-
-    assert broken(in_real_time_mode).status == 0
+    labels = {"pipe": "large", "mode": "real-time", "why": ""}
+    real_time = counted("transform", "penstock_transform_mode", labels, 1.0)  # it counts every 15 s
+    assert broken(stick, real_time).status == 0
 
     def say(facts: Facts) -> None:
         instance(facts, "transform").unhealthy = "large: batch 7 has made no progress for 900 s"
@@ -733,7 +697,7 @@ def test_a_transform_that_reads_nothing() -> None:
 def test_pauses() -> None:
     """Broken: a forgotten pause is not named, or a pause of an hour counts as a fault."""
 
-    def pause(age_s: float, reason: str = "operator") -> Callable[[Facts], None]:
+    def pause(age_s: float, reason: str = "operator") -> Change:
         def change(facts: Facts) -> None:
             at = int((NOW - age_s) * 1000)
             facts.broker.pauses = {"shop/crm": Pause("paused", reason, "ann", at, "an outage")}
@@ -835,9 +799,7 @@ def test_a_list_of_processes_without_a_service() -> None:
 
     assert "observer" in broken(remove_observer).causes[0].finding.what
 
-    def expect_registry(facts: Facts) -> None:
-        count(instance(facts, "ingest"), "penstock_fleet_expected", {"service": "registry", "pipe": ""}, 1, 1)
-
+    expect_registry = counted("ingest", "penstock_fleet_expected", {"service": "registry", "pipe": ""}, 1)
     assert "registry" in broken(expect_registry).causes[0].finding.what
 
     def compact(facts: Facts) -> None:

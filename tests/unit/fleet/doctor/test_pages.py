@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from services.fleet.doctor.checks import CHECKS
-from services.fleet.doctor.diagnosis import Diagnosis, diagnose
 from services.fleet.doctor.facts import Endpoint, Facts
 from tests.unit.fleet.doctor.fleet_changes import (
     Change,
     add_autoscaler,
     add_expel,
     all_of,
+    broken,
     counted,
     decisions,
     deliver,
@@ -35,7 +34,6 @@ from tests.unit.fleet.doctor.fleet_facts import (
     NOW,
     OTHER_LANE,
     count,
-    healthy,
     instance,
     make_instance,
 )
@@ -220,12 +218,6 @@ FAULTS: tuple[tuple[str, Change, str, str], ...] = (
     ),
     ("TelemetrySilent", silent, "loss", "written 40 reports, 0 of them in the last 5 s"),
 )
-
-
-def broken(change: Change) -> Diagnosis:
-    facts = healthy()
-    change(facts)
-    return diagnose(facts, CHECKS)
 
 
 @pytest.mark.parametrize(

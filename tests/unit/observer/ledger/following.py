@@ -22,10 +22,9 @@ FINAL_MS = START_MS + MINUTE_MS + Ages().final
 class Observer:
     """A follower with a clock of the test's own. final: what it told."""
 
-    def __init__(self, broker: Broker, producer: Producer) -> None:
-        self.now = START_MS
+    def __init__(self, broker: Broker, producer: Producer, now: int = START_MS) -> None:
+        self.now = now
         self.final: list[Row] = []
-        self._producer = producer
         self.follower = Follower(
             PLAIN, broker.reader, producer, lambda turn: self.final.extend(turn.final), now_ms=lambda: self.now
         )

@@ -1,18 +1,20 @@
 """Snapshots for tests: of the present version in any order of the parts, and of version 1 as Penstock 0.1 wrote them."""
 
 import random
+from collections.abc import Iterable
 
 import msgspec
 import zstandard
 
 from services.core.broker.record import Record
 from services.core.ledger.report import Outcome, pack_offset
-from services.observer.ledger.flow import Step
+from services.observer.ledger.flow import Flow, Step
 from services.observer.ledger.origin_sets import OriginSets
 from services.observer.ledger.origins import Origins
 from services.observer.ledger.settlement import union
 from services.observer.ledger.table import Table
-from services.observer.snapshot import FollowerState, Packed, make_parts
+from services.observer.planned import PlannedWindows
+from services.observer.snapshot import FollowerState, Loader, Packed, make_parts
 from services.observer.snapshot_v1 import SnapshotState
 
 
@@ -23,6 +25,21 @@ def dump(table: Table, state: FollowerState, seed: int = 1) -> list[bytes]:
     found = list(parts.values())
     random.Random(seed).shuffle(found)
     return found
+
+
+def restore(parts: Iterable[bytes], table: Table) -> FollowerState:
+    """Fill an empty table with all of these parts; returns the rest."""
+    loader = Loader(table)
+    for part in parts:
+        loader.add(part)
+    return loader.finish()
+
+
+def restarted(table: Table, flow: Flow | None = None) -> Table:
+    """What the next observer, with this flow, makes of the table's snapshot."""
+    other = Table(flow or table.flow)
+    restore(dump(table, FollowerState(PlannedWindows(), 0)), other)
+    return other
 
 
 def dump_v1(table: Table, beside: FollowerState) -> bytes:

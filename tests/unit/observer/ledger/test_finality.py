@@ -18,11 +18,11 @@ from services.observer.ledger.flow import Flow, PipeFlow, Step
 from services.observer.ledger.table import Ages, Table
 from services.observer.ledger_api import row_json
 from services.observer.planned import PlannedWindows
-from services.observer.snapshot import FollowerState, restore
+from services.observer.snapshot import FollowerState
 from services.observer.snapshot_v1 import SnapshotState, restore_v1
 from services.observer.watch import Watch
 from tests.support.memory_appender import MemoryAppender
-from tests.unit.observer.ledger.snapshots import dump, dump_v1
+from tests.unit.observer.ledger.snapshots import dump, dump_v1, restarted, restore
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS, accept, beat, hear, tell
 
 FLOW = Flow({"late": PipeFlow(("flights",), True, {"down": None, "lossy": None, "well": None})})
@@ -109,13 +109,6 @@ def test_the_one_that_was_behind_is_judged_when_it_has_caught_up() -> None:
     watch.on_final(turn)
     assert [alarm.body["destination"] for alarm in alarms(watch)] == ["down"]
     assert table.tick(later + 1).verdicts == []
-
-
-def restarted(table: Table) -> Table:
-    """What an observer that takes over makes of its snapshot."""
-    other = Table(FLOW)
-    restore(dump(table, FollowerState(PlannedWindows(), 0)), other)
-    return other
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -225,9 +218,7 @@ def test_what_is_forgotten_before_it_was_final_is_counted_and_told() -> None:
         ("penstock.unjudged", "down", 59)
     ]
     assert states(table, now)["down"] == GIVEN_UP
-    other = Table(FLOW)
-    restore(dump(table, FollowerState(PlannedWindows(), 0)), other)
-    for one in (table, other):
+    for one in (table, restarted(table)):
         later = now + 10_000
         hear(one, tell("expel", "late", "delivered", range(100), destination="down", at_ms=later))
         speak(one, later)
@@ -283,8 +274,7 @@ def test_a_restart_judges_only_what_was_open() -> None:
         }
     )
     for flow in (FLOW, more):  # one that is new was never meant to get these
-        other = Table(flow)
-        restore(dump(table, FollowerState(PlannedWindows(), 0)), other)
+        other = restarted(table, flow)
         speak(other, FINAL_MS + 1000)
         turn = other.tick(FINAL_MS + 1000)
         assert [(one.part, one.row.missing_for(one.part)) for one in turn.verdicts] == [("down", 100)]
@@ -326,8 +316,8 @@ def test_a_new_name_is_charged_with_what_its_former_name_left() -> None:
         ("late", "down"): ("late", "up"),
         ("late", "well"): ("late", "fine"),
     }
-    other = Table(Flow({"late": msgspec.structs.replace(FLOW.pipes["late"], destinations=destinations)}, renames))
-    restore(dump(table, FollowerState(PlannedWindows(), 0)), other)
+    pipe = msgspec.structs.replace(FLOW.pipes["late"], destinations=destinations)
+    other = restarted(table, Flow({"late": pipe}, renames))
     assert other.finality.open == {("late", MINUTE): {"up"}}
     assert other.finality.final_missing == table.finality.final_missing
     missing = other.row("late", MINUTE, FINAL_MS).missing_by_part()

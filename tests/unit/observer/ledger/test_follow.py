@@ -37,16 +37,14 @@ async def test_a_restart_knows_what_was_and_tells_no_minute_twice(
     async with Producer(broker.appender) as producer:
         await report(broker, *losing(2))
         await broker.appender.append(TELEMETRY, 0, [Record(b"k", b"no report", START_MS)], timeout=600)
-        first = Observer(broker, producer)
-        first.now = FINAL_MS
+        first = Observer(broker, producer, FINAL_MS)
         async with first.running():
             await first.caught_up()
             await report(broker, *alive(FINAL_MS))
             await first.until(lambda: len(first.final) == 1)
             assert (first.final[0].missing, first.final[0].accepted) == (2, 10)
             await first.follower.announce(Window("deploy", None, START_MS, FINAL_MS, "ci"))
-        second = Observer(broker, producer)
-        second.now = FINAL_MS + 1000
+        second = Observer(broker, producer, FINAL_MS + 1000)
         async with second.running():
             await second.caught_up()
             assert second.row().missing == 2
@@ -74,12 +72,10 @@ async def test_a_stop_while_it_catches_up_moves_its_position_no_further_back(bro
     """Broken: two restarts in a row, and instances that ended an hour ago report again, at a time at which they were gone."""
     async with Producer(broker.appender) as producer:
         await report(broker, *losing(2), *alive(FINAL_MS))
-        first = Observer(broker, producer)
-        first.now = FINAL_MS
+        first = Observer(broker, producer, FINAL_MS)
         async with first.running():
             await first.caught_up()
-        second = Observer(broker, producer)
-        second.now = FINAL_MS + 1000
+        second = Observer(broker, producer, FINAL_MS + 1000)
         await second.follower._start()
         await second.follower.keep()
         for one in (first, second):
@@ -93,16 +89,14 @@ async def test_a_snapshot_is_all_that_is_needed(broker: Broker) -> None:
     """Broken: once the reports are gone by retention, a restart forgets what waits for another attempt."""
     async with Producer(broker.appender) as producer:
         await report(broker, *losing(2), tell("expel", "late", "parked", [9], destination="ops"))
-        first = Observer(broker, producer)
-        first.now = FINAL_MS
+        first = Observer(broker, producer, FINAL_MS)
         async with first.running():
             await first.caught_up()
             await report(broker, *alive(FINAL_MS))
             await first.until(lambda: len(first.final) == 1)
         await broker.admin.delete_topic(TELEMETRY)
         await broker.admin.create_topic(TopicSpec(TELEMETRY, 1))
-        second = Observer(broker, producer)
-        second.now = FINAL_MS + 1000
+        second = Observer(broker, producer, FINAL_MS + 1000)
         async with second.running():
             await second.caught_up()
             assert second.row() == first.row()
@@ -114,8 +108,7 @@ async def test_what_a_dead_ingest_did_not_tell_is_told_for_it_durably(broker: Br
     async with Producer(broker.appender) as producer:
         silent = losing(0)
         await report(broker, *silent)
-        observer = Observer(broker, producer)
-        observer.now = FINAL_MS
+        observer = Observer(broker, producer, FINAL_MS)
         async with observer.running():
             await observer.caught_up()
             await report(broker, *alive(FINAL_MS)[1:])
@@ -191,8 +184,7 @@ async def test_a_long_search_holds_up_nothing_else(broker: Broker) -> None:
                 await asyncio.Event().wait()
             return await read(topic, partition, offset, max_records=max_records)
 
-        observer = Observer(broker, producer)
-        observer.now = FINAL_MS
+        observer = Observer(broker, producer, FINAL_MS)
         observer.follower._recovery_reader.read = hang  # type: ignore[method-assign]
         await broker.appender.append("flights", 0, [Record(None, b"{}", START_MS)], timeout=600)
         stranger = tell("expel", "late", "delivered", [1], destination="ops", incarnation="b")
@@ -232,8 +224,7 @@ async def test_a_snapshot_of_before_is_read(broker: Broker) -> None:
     old = zstandard.compress(msgspec.msgpack.encode(state))
     await broker.appender.append(SNAPSHOTS, 0, records_v1(old, "old"), timeout=600)
     async with Producer(broker.appender) as producer:
-        observer = Observer(broker, producer)
-        observer.now = FINAL_MS
+        observer = Observer(broker, producer, FINAL_MS)
         async with observer.running():
             await observer.caught_up()
             assert (observer.row().missing, observer.row().accepted) == (2, 10)

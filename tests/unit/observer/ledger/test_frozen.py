@@ -18,11 +18,11 @@ from services.observer.explain import explain
 from services.observer.follower import Follower
 from services.observer.ledger_api import lag_json, row_json
 from services.observer.planned import Window
-from services.observer.snapshot import FollowerState, restore
+from services.observer.snapshot import FollowerState
 from services.observer.watch import Watch
 from tests.support.memory_appender import MemoryAppender
 from tests.unit.observer.ledger.history import FLOW, MINUTES, STEP_MS, History
-from tests.unit.observer.ledger.snapshots import dump
+from tests.unit.observer.ledger.snapshots import dump, restore
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS
 
 FROZEN = Path(__file__).with_name("frozen.json")

@@ -10,9 +10,7 @@ from services.core.ledger.report import Node, Outcome, Report, due_span, since_s
 from services.observer.ledger.finality import Finding
 from services.observer.ledger.flow import Flow, PipeFlow, Step
 from services.observer.ledger.table import RETRY_SLACK_MS, Ages, Table, TickResult
-from services.observer.planned import PlannedWindows
-from services.observer.snapshot import FollowerState, restore
-from tests.unit.observer.ledger.snapshots import dump
+from tests.unit.observer.ledger.snapshots import restarted
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS, accept, beat, hear, tell, with_due
 
 FLOW = Flow({"raw": PipeFlow(("flights",), False, {"hook": None}, frozenset({"hook"}))})
@@ -114,9 +112,7 @@ def test_what_was_redriven_and_is_lost_then_is_missing() -> None:
     redriven = START_MS + 3 * Ages().drop
     pass_time(table, FINAL_MS, redriven, step=6 * HOUR)
     assert outcomes(table, redriven) == (0, 0, {"delivered": 6, "dead": 4})
-    other = Table(FLOW)
-    restore(dump(table, FollowerState(PlannedWindows(), 0)), other)
-    for one in (table, other):
+    for one in (table, restarted(table)):
         hear(one, redrive(range(3), redriven))
         hear(one, deliver([0], redriven + 1000))
         hear(one, bury([1], redriven + 2000))
@@ -184,13 +180,6 @@ def test_a_long_pause_is_little_to_keep() -> None:
     assert table.row("raw", MINUTE, now).waiting == seconds == table.count_waiting(Step("expel", "raw", "hook"))
 
 
-def restarted(table: Table, flow: Flow = FLOW) -> Table:
-    """What the next observer knows."""
-    fresh = Table(flow)
-    restore(dump(table, FollowerState(PlannedWindows(), 0)), fresh)
-    return fresh
-
-
 def test_a_restart_knows_what_was_found_lost() -> None:
     """Broken: after a restart of the observer what was found lost while it waited counts as waiting for minutes, and the pipe
     is healthy meanwhile."""
@@ -223,7 +212,7 @@ def test_what_waited_for_a_destination_that_was_removed_is_not_missing_when_it_i
     removed = FINAL_MS + LONG
     hear(table, deliver([0], removed))  # by an expel that was not restarted yet
     pass_time(table, removed, removed + LONG)
-    table = restarted(table)
+    table = restarted(table, FLOW)
     back = removed + LONG
     assert pass_time(table, back, back + LONG) == []
     assert outcomes(table, back + LONG) == (0, 0, {"delivered": 7, "dead": 3})

@@ -85,8 +85,7 @@ async def test_a_topic_that_never_ends_is_followed(broker: Broker) -> None:
 async def test_a_clock_that_is_wrong_is_told_once(broker: Broker) -> None:
     """Broken: nobody knows why a machine's lags are wrong, or the log is full of it."""
     async with Producer(broker.appender) as producer:
-        observer = Observer(broker, producer)
-        observer.now = FINAL_MS
+        observer = Observer(broker, producer, FINAL_MS)
         late = tell("expel", "late", "delivered", [1], destination="ops", instance="late", at_ms=FINAL_MS - 60_000)
         ahead = tell("transform", "late", "passed", [1], instance="ahead", at_ms=FINAL_MS + 60_000)
         with capture_logs() as logs:

@@ -31,8 +31,7 @@ async def test_an_outcome_of_a_newer_version_is_no_loss(broker: Broker) -> None:
         await report(broker, tell("expel", "late", "delivered", range(7), destination="ops"))
         records = [Record(b"k", value, FINAL_MS) for value in (of_the_future(expired), strange)]
         await broker.appender.append(TELEMETRY, 0, records, timeout=600)
-        observer = Observer(broker, producer)
-        observer.now = FINAL_MS
+        observer = Observer(broker, producer, FINAL_MS)
         async with observer.running():
             await observer.caught_up()
             await report(broker, *alive(FINAL_MS))
@@ -67,8 +66,7 @@ async def test_what_a_report_of_a_newer_format_may_have_settled_is_not_lost(
     async with Producer(broker.appender) as producer:
         await report(broker, accept(range(10)), tell("transform", "late", "passed", range(10)))
         await report(broker, tell("expel", "late", "delivered", range(7), destination="ops"))
-        observer = Observer(broker, producer)
-        observer.now = FINAL_MS - 60_000
+        observer = Observer(broker, producer, FINAL_MS - 60_000)
         async with observer.running():
             await observer.caught_up()
             await broker.appender.append(TELEMETRY, 0, [Record(b"k", of_version_2(settled), FINAL_MS)], timeout=600)
@@ -76,15 +74,13 @@ async def test_what_a_report_of_a_newer_format_may_have_settled_is_not_lost(
             await report(broker, *alive(observer.now))
             await observer.listen_for(20_000)
             assert (observer.row().why_open, observer.row().lost, observer.final) == (NEWER_REPORTS, 0, [])
-        again = Observer(broker, producer)
-        again.now = observer.now
+        again = Observer(broker, producer, observer.now)
         async with again.running():
             await again.caught_up()
             await again.listen_for(20_000)
             assert (again.row().why_open, again.row().lost, again.final) == (NEWER_REPORTS, 0, [])
         monkeypatch.setattr(follower, "decode_known", decode_version_2)
-        upgraded = Observer(broker, producer)
-        upgraded.now = again.now
+        upgraded = Observer(broker, producer, again.now)
         async with upgraded.running():
             await upgraded.caught_up()
             await upgraded.listen_for(20_000)

@@ -8,8 +8,8 @@ from services.observer.ledger.origins import SequenceKey
 from services.observer.ledger.reported_offsets import ReportedOffsets
 from services.observer.ledger.table import Table
 from services.observer.planned import PlannedWindows
-from services.observer.snapshot import FollowerState, restore
-from tests.unit.observer.ledger.snapshots import dump
+from services.observer.snapshot import FollowerState
+from tests.unit.observer.ledger.snapshots import dump, restore
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, hear, reach
 
 BIG = 1 << 205

@@ -15,8 +15,7 @@ from services.observer.ledger.origins import Origins, SequenceKey
 from services.observer.ledger.settlement import Row
 from services.observer.ledger.table import RETRY_SLACK_MS, Ages, Table, TickResult
 from services.observer.planned import PlannedWindows
-from services.observer.snapshot import FollowerState, restore
-from tests.unit.observer.ledger.snapshots import dump
+from tests.unit.observer.ledger.snapshots import restarted
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS, accept, beat, hear, tell, with_due
 
 FLOW = Flow({"raw": PipeFlow(("flights",), False, {"hook": None}, frozenset({"hook"}))})
@@ -158,14 +157,12 @@ def test_it_is_known_after_days_and_over_a_restart() -> None:
     for now in range(START_MS + HOUR, DUE, HOUR // 2):
         alive(table, now)
         table.tick(now)
-    other = Table(FLOW)
-    restore(dump(table, FollowerState(PlannedWindows(), 0)), other)
+    other = restarted(table)
     for one in (table, other):
         alive(one, LATE + HOUR)
         row, turn = look(one, LATE + HOUR)
         assert (missing(row), len(worse(turn))) == ({"expel": 0, "retrier": 4}, 1)
-    again = Table(FLOW)
-    restore(dump(other, FollowerState(PlannedWindows(), 0)), again)
+    again = restarted(other)
     alive(again, LATE + HOUR + 1)
     row, turn = look(again, LATE + HOUR + 1)
     assert (row.missing, worse(turn)) == (4, [])
@@ -212,9 +209,7 @@ def test_a_loss_that_is_found_hours_later_makes_the_pipe_unstable_for_a_while() 
     alive(table, found)
     assert health.find_health(table, PlannedWindows(), "raw", found, 0.01).state == "healthy"
     table.tick(found)
-    again = Table(FLOW)
-    restore(dump(table, FollowerState(PlannedWindows(), 0)), again)
-    for one in (table, again):
+    for one in (table, restarted(table)):
         alive(one, found + FOUND_FOR_MS - 1)
         one.tick(found + FOUND_FOR_MS - 1)
         judged = health.find_health(one, PlannedWindows(), "raw", found + FOUND_FOR_MS - 1, 0.01)

@@ -65,10 +65,10 @@ class Topic:
     def log(self, producer: Producer) -> SnapshotLog:
         return SnapshotLog(self, producer, lambda: self.now)  # type: ignore[arg-type]
 
-    async def load(self) -> tuple[Parts, FollowerState] | None:
+    async def load(self) -> Parts | None:
         """As an observer that starts now."""
         found = await self.log(Producer(self.appender)).load(lambda: Table(FLOW))
-        return None if found is None else (parts_of(*found), found[1])
+        return None if found is None else parts_of(*found)
 
     def bytes_from(self, offset: int) -> int:
         return sum(len(record.value or b"") for record in self.records[offset:])
@@ -131,9 +131,7 @@ async def test_whatever_was_stored_comes_back(seed: int, topic: Topic, producer:
         ledger.go_on(steps)
         topic.now = ledger.now
         await log.store(ledger.parts().items)
-        found = await topic.load()
-        assert found is not None
-        assert found == (ledger.parts(), found[1])
+        assert await topic.load() == ledger.parts()
         if rng.random() < 0.5:  # the next observer goes on with what it has read
             log = topic.log(producer)
             again = await log.load(lambda: Table(FLOW))
@@ -153,9 +151,8 @@ async def test_after_a_crash_at_any_record_the_state_is_the_old_or_the_new_one(
         states.append((len(topic.records), ledger.parts()))
     assert len(topic.records) > 30
     for cut in range(len(topic.records) + 1):
-        found = await Topic(topic.records[:cut]).load()
         before = [parts for length, parts in states if length <= cut]
-        assert (found[0] if found else None) == (before[-1] if before else None), cut
+        assert await Topic(topic.records[:cut]).load() == (before[-1] if before else None), cut
 
 
 async def test_a_snapshot_of_a_newer_version_is_passed_over(
@@ -170,13 +167,13 @@ async def test_a_snapshot_of_a_newer_version_is_passed_over(
     with monkeypatch.context() as later:
         later.setattr(snapshot_log, "VERSION", snapshot_log.VERSION + 1)
         await topic.log(producer).store(ledger.parts().items)
-    assert (await topic.load() or ({}, None))[0] == known
+    assert await topic.load() == known
     once = counted.get() - before
     assert once > 0
     head = {"penstock_snapshot": b"3", "kind": b"manifest", "name": b"n", "number": b"0", "of": b"1"}
     topic.records.append(Record(b"ledger", b"of another form", topic.now, tuple(head.items())))
     before = counted.get()
-    assert (await topic.load() or ({}, None))[0] == known
+    assert await topic.load() == known
     assert counted.get() - before > once
 
 
@@ -235,7 +232,7 @@ async def test_after_a_failure_at_any_record_the_next_snapshot_is_whole(monkeypa
                 except RecordTooLarge:
                     failed += 1
                 await log.store(second.items)
-                assert (await topic.load() or ({}, None))[0] == second, fail_at
+                assert await topic.load() == second, fail_at
     assert failed > 20
 
 
@@ -248,9 +245,7 @@ async def test_a_damaged_snapshot_is_replaced_by_the_one_before(topic: Topic, pr
     await log.store(ledger.parts().items)
     await log.store(ledger.parts().items)
     topic.records[at] = Record(b"x", b"no snapshot", 0)
-    found = await topic.load()
-    assert found is not None
-    assert found[0] == before
+    assert await topic.load() == before
 
 
 async def test_a_start_holds_one_list_of_parts(
@@ -287,9 +282,7 @@ async def test_lists_of_two_observers_between_each_other(topic: Topic, producer:
     assert len(lists[0]) > 2
     assert len(lists[1]) > 2
     topic.records += [lists[1][0], lists[0][0], lists[1][1], *lists[0][1:], *lists[1][2:]]
-    found = await topic.load()
-    assert found is not None
-    assert found[0] == expected, "the other one lost its first records, as ever, when this one was complete"
+    assert await topic.load() == expected, "the other one lost its first records, as ever, when this one was complete"
 
 
 async def test_a_list_that_is_removed_while_it_is_chosen(
@@ -310,9 +303,7 @@ async def test_a_list_that_is_removed_while_it_is_chosen(
         return found
 
     monkeypatch.setattr(SnapshotLog, "_find", find_and_lose)
-    found = await topic.load()
-    assert found is not None
-    assert found[0] == before
+    assert await topic.load() == before
 
 
 async def test_a_topic_that_was_created_again_gets_all_parts(topic: Topic, producer: Producer) -> None:
@@ -322,9 +313,7 @@ async def test_a_topic_that_was_created_again_gets_all_parts(topic: Topic, produ
     await log.store(ledger.parts().items)
     topic.records.clear()
     await log.store(ledger.parts().items)
-    found = await topic.load()
-    assert found is not None
-    assert found[0] == ledger.parts()
+    assert await topic.load() == ledger.parts()
 
 
 async def test_the_snapshots_of_a_speaker_that_was_frozen_do_not_count(topic: Topic, producer: Producer) -> None:
@@ -344,9 +333,7 @@ async def test_the_snapshots_of_a_speaker_that_was_frozen_do_not_count(topic: To
     assert len(topic.records) == length
     log._last = length - 1  # it looked just before the other one stored
     await log.store(old.items)
-    found = await topic.load()
-    assert found is not None
-    assert found[0] == ledger.parts()
+    assert await topic.load() == ledger.parts()
 
 
 def without_late_results(parts: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -359,19 +346,15 @@ async def test_versions(topic: Topic, producer: Producer, monkeypatch: pytest.Mo
     ledger, log = Ledger(4), topic.log(producer)
     ledger.go_on(60)
     topic.records += records_v1(dump_v1(ledger.table, ledger.state()), "one")
-    found = await topic.load()
-    assert found is not None
-    assert found[0] == without_late_results(ledger.parts()), "of before the update"
+    assert await topic.load() == without_late_results(ledger.parts()), "of before the update"
     await log.load(lambda: Table(FLOW))
     log.begin_term()
     ledger.go_on(10)
     await log.store(ledger.parts().items)
-    assert (await topic.load() or ({}, None))[0] == ledger.parts()
+    assert await topic.load() == ledger.parts()
     ledger.go_on(10)
     topic.records += records_v1(dump_v1(ledger.table, ledger.state()), "two")
-    found = await topic.load()
-    assert found is not None
-    assert found[0] == without_late_results(ledger.parts()), "of an observer that was downgraded"
+    assert await topic.load() == without_late_results(ledger.parts()), "of an observer that was downgraded"
     log = topic.log(producer)
     await log.load(lambda: Table(FLOW))
     before = without_late_results(ledger.parts())
@@ -380,7 +363,7 @@ async def test_versions(topic: Topic, producer: Producer, monkeypatch: pytest.Mo
     monkeypatch.setattr(snapshot_log, "_VERSION", b"3")
     await log.store(ledger.parts().items)
     monkeypatch.undo()
-    assert (await topic.load() or ({}, None))[0] == before, "a newer one is left alone"
+    assert await topic.load() == before, "a newer one is left alone"
 
 
 def test_a_snapshot_that_penstock_0_1_wrote_is_read() -> None:

@@ -32,8 +32,7 @@ class Member(Observer):
     """An observer that shares its fleet with others. `kill` ends it as SIGKILL does."""
 
     def __init__(self, broker: Broker, producer: Producer) -> None:
-        super().__init__(broker, producer)
-        self.now = FINAL_MS
+        super().__init__(broker, producer, FINAL_MS)
         self.lock = SpeakerLock(broker, self.follower.step_down)
         self.follower.share(self.lock)
 

@@ -8,9 +8,9 @@ from services.core.pipes import PipeFile
 from services.observer.ledger.flow import Flow, PipeFlow, read_flow
 from services.observer.ledger.table import Ages, Table
 from services.observer.planned import PlannedWindows
-from services.observer.snapshot import FollowerState, restore
+from services.observer.snapshot import FollowerState
 from services.observer.snapshot_v1 import SnapshotState, restore_v1
-from tests.unit.observer.ledger.snapshots import dump, dump_v1
+from tests.unit.observer.ledger.snapshots import dump, dump_v1, restore
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS, accept, beat, hear, tell
 
 FLOW = Flow({"welcome": PipeFlow(("signups",), False, {"crm": None}, late=frozenset({"crm"}))})
