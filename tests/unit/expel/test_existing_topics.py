@@ -32,6 +32,7 @@ from services.expel.lane import Lane
 from services.expel.metrics import LaneLedger, LaneMetrics
 from services.expel.stream_sender import StreamSender, TopicSender
 from services.expel.throttle import SendThrottle
+from tests.contract.traffic import ignore_revoke
 from tests.support.memory_appender import MemoryAppender
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.expel.fake_sender import FakeSender, make_shape
@@ -162,10 +163,6 @@ async def test_old_events_are_outside_of_the_loss_table() -> None:
     assert told(reports, "ingest", "accepted") == BitMap([2, 3, 4])
 
 
-async def ignore(_leaving: frozenset[TopicPartition]) -> None:
-    return
-
-
 async def store(broker: LogBroker, first: int, count: int) -> None:
     """Records as the Kafka backend gives them, at these offsets."""
     values = [Record(None, b"{}", int(time.time() * 1000))] * (first + count)
@@ -175,7 +172,7 @@ async def store(broker: LogBroker, first: int, count: int) -> None:
 async def join_and_read(broker: LogBroker, count: int) -> list[int]:
     """A member of the late group: reads so many records and leaves without a commit. Gives their offsets."""
     found: list[int] = []
-    async with broker.consumer("late.hook", ["s"], start="latest", on_revoke=ignore) as consumer:
+    async with broker.consumer("late.hook", ["s"], start="latest", on_revoke=ignore_revoke) as consumer:
         while not consumer.assignment() or len(found) < count:
             for batch in await consumer.poll(max_records=10, max_wait=0.1):
                 found += batch.offsets
@@ -238,7 +235,7 @@ async def test_a_late_start_beside_members_skips_what_came_meanwhile(tmp_path: P
             await broker.admin.create_topic(TopicSpec(topic, 1))
         await store(broker, 0, 5)
         late = LateStart(broker, "late.hook", ["s"])
-        async with broker.consumer("late.hook", ["s"], start="latest", on_revoke=ignore) as member:
+        async with broker.consumer("late.hook", ["s"], start="latest", on_revoke=ignore_revoke) as member:
             while not member.assignment():
                 await member.poll(max_records=10, max_wait=0.1)
             late._ends = {"s": {0: 3}}  # it had found the end before two more came and the member joined

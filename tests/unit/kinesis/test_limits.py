@@ -8,8 +8,8 @@ from typing import Any
 
 from aiohttp import ClientSession, web
 
+from tests.support.clock import Clock
 from tests.support.kinesis_limits import PROVISIONED, KinesisLimits
-from tests.unit.kinesis.test_pace import Clock
 
 _HALF = 1 << 127
 

@@ -3,8 +3,8 @@
 import pytest
 
 from services.core.broker.kinesis.pace import READS_PER_SECOND, ReadPace, ReadPaces
+from tests.support.clock import Clock
 from tests.support.kinesis_limits import Bucket
-from tests.unit.kinesis.test_pace import Clock
 
 
 def test_reads_of_all_groups_share_the_limit() -> None:
