@@ -67,7 +67,11 @@ class StreamSender:
 
     def explain(self, error: Exception) -> Failure:
         """The failure of one event."""
-        return _explain(error)
+        if isinstance(error, RecordTooLarge):
+            return Failure("too_large", str(error), recoverable=False)
+        if not isinstance(error, BrokerError):
+            raise error
+        return Failure("broker", f"the stream could not store it: {type(error).__name__}", recoverable=True, ours=True)
 
 
 class TopicSender(StreamSender):
@@ -144,11 +148,3 @@ class _CompactedRenderer(_ValueRenderer):
         if not all(map(_KEY, records)):
             return None
         return super().usual_parts(records, ids, arrivals)
-
-
-def _explain(error: Exception) -> Failure:
-    if isinstance(error, RecordTooLarge):
-        return Failure("too_large", str(error), recoverable=False)
-    if not isinstance(error, BrokerError):
-        raise error
-    return Failure("broker", f"the stream could not store it: {type(error).__name__}", recoverable=True, ours=True)
