@@ -281,6 +281,9 @@ class DataSourceBroker(SparkBroker):
         options["begins"] = json.dumps(pack_offsets({topic: begins[topic] for topic in topics if topic in begins}))
         return open_stream(session, name).format(NAME).options(**options).load()
 
+    def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
+        return session.read.format(NAME).options(broker=self._url, ranges=json.dumps(ranges)).load()
+
     def parse_offsets(self, line: str, checkpoint: str) -> Offsets:
         found = json.loads(line)
         return {(topic, p): n for topic in found["topics"] for p, n in offsets_of(found, topic)[1].items()}
