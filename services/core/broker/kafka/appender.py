@@ -188,8 +188,6 @@ class _BadRecord(Exception):
 
 
 class KafkaAppender:
-    """See the module."""
-
     def __init__(self, cluster: Cluster, limits: TopicLimits, others: Collection[str] = ()) -> None:
         """others: the topics of others, whose records get no header of ours."""
         self._cluster, self._limits, self._others = cluster, limits, frozenset(others)

@@ -55,7 +55,6 @@ class TopicReader(OpenTopic):
 
     @property
     def store(self) -> TopicStore:
-        """The open file."""
         return self._store
 
     def refresh(self) -> int:

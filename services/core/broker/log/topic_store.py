@@ -180,7 +180,6 @@ class OpenTopic:
         self._store = store
 
     def close(self) -> None:
-        """Close the files."""
         self._store.close()
 
     def __enter__(self) -> Self:
