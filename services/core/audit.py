@@ -40,15 +40,14 @@ RESTORE = "restore"
 Range = tuple[int, int]
 _VERSION = 1
 _CONTENT_BYTES, _TIME_BYTES = 6, 6
-DIGEST_BYTES = _CONTENT_BYTES + _TIME_BYTES
 
 
 class Entry(msgspec.Struct, frozen=True):
     """One batch of one action in one partition. at: ms. ranges: (first, last) offsets, ascending; all their records count.
 
-    digests: DIGEST_BYTES of each record, in the order of the offsets. They tell the records from those of a topic that was
-    created again. Entries of earlier versions have the first 6 bytes of each, or none. Empty in entries of other actions. An
-    entry of GROW is about the whole topic: it has no ranges, and partition 0. version: of this format.
+    digests: 6 bytes of the content and 6 of the time of each record, in the order of the offsets. They tell the records from
+    those of a topic that was created again. Entries of earlier versions have the first 6 bytes of each, or none. Empty in entries
+    of other actions. An entry of GROW is about the whole topic: it has no ranges, and partition 0. version: of this format.
     """
 
     action: str
