@@ -43,7 +43,6 @@ class StreamSender:
         return render(batch, self._renderer, max_part=_NO_LIMIT)
 
     def prepare(self, delivery: Delivery) -> list[Record]:
-        """The records to append."""
         return [_unwrap(record) for record in delivery.records]
 
     async def send(self, delivery: Delivery) -> Outcome:
@@ -66,7 +65,6 @@ class StreamSender:
         return {index: self.explain(error) for index, error in failed.items()} or None
 
     def explain(self, error: Exception) -> Failure:
-        """The failure of one event."""
         if isinstance(error, RecordTooLarge):
             return Failure("too_large", str(error), recoverable=False)
         if not isinstance(error, BrokerError):

@@ -67,7 +67,6 @@ class ObservedWrite:
     """A frame with columns OUT that counts what is written of it, in the tasks."""
 
     def __init__(self, frame: DataFrame, wanted: WantedOrigins | None) -> None:
-        """frame: the one to write."""
         self._observation, self._wanted = Observation(), wanted
         observed = [count_by_lag(age(f.col("timestamp"))).alias("lags"), began()]
         if wanted is not None:

@@ -118,7 +118,6 @@ class Progress:
         self._failed: list[tuple[int, Exception]] = []
 
     def next_records(self, count: int) -> Sequence[Record]:
-        """The next `count` unsettled records."""
         if count == len(self.records):
             return self.records
         return self.records[self.done : self.done + count]

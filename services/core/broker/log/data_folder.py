@@ -54,8 +54,6 @@ def is_topic_name(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TopicFiles:
-    """The files of one topic."""
-
     topic: str
     db: Path
     wal: Path
@@ -86,7 +84,6 @@ class DataFolder:
 
     @property
     def topics(self) -> Path:
-        """The folder of the topic files."""
         return self.root / "topics"
 
     @property

@@ -117,7 +117,6 @@ class TopicStore(DurableFile):
         return fetch(self.connection, "SELECT grp, crc FROM groups")
 
     def heads(self) -> list[Head]:
-        """The head of each partition now."""
         return [self._head(p, start, floor) for p, (start, floor) in enumerate(self.partition_starts())]
 
     def _head(self, partition: int, start: int, floor: int) -> Head:
