@@ -43,7 +43,6 @@ _RESHARD = ["kinesis:SplitShard", "kinesis:MergeShards", "kinesis:UpdateShardCou
 
 
 def make_template(pipes: PipeFile, prefix: str = "") -> Json:
-    """The whole template."""
     rights = _rights(sorted(pipes.streams), prefix)
     policies = {f"{name}Policy": _policy(name, statements) for name, statements in rights.items()}
     return {

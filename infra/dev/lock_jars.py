@@ -75,7 +75,6 @@ def resolve(coordinates: str, *, transitive: bool, scratch: Path) -> set[tuple[s
 
 
 def main() -> None:
-    """Rewrite the lock."""
     lines = ["# Written by infra/dev/lock_jars.py: every jar that is fetched, and its SHA-256."]
     with tempfile.TemporaryDirectory() as scratch:
         for name, roots in ROOTS.items():

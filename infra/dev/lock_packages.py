@@ -85,7 +85,6 @@ def _write(path: Path, packages: list[Locked]) -> None:
 
 
 def main() -> None:
-    """Rewrite all of them."""
     known: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as text:
         scratch = Path(text)

@@ -81,7 +81,6 @@ def make_sbom() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write it."""
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "dist" / "penstock.cdx.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     found = make_sbom()

@@ -48,7 +48,6 @@ For people who compare two versions. No level forbids these.
 
 
 def schema_rules_page() -> str:
-    """The whole page."""
     parts = [_HEAD, "| rule | category | finds |", "|---|---|---|"]
     parts += [f"| [{rule.id}](#{rule.id.lower()}) | {rule.category} | {rule.summary} |" for rule in RULES.values()]
     for category, head in _CATEGORIES.items():

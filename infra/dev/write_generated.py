@@ -182,7 +182,6 @@ FILES = {
 
 
 def main() -> None:
-    """Write them all."""
     for path, make in FILES.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(make(), encoding="utf-8")

@@ -9,7 +9,7 @@ before. Expel writes one for the events that a pipe file drops.
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -40,15 +40,14 @@ RESTORE = "restore"
 Range = tuple[int, int]
 _VERSION = 1
 _CONTENT_BYTES, _TIME_BYTES = 6, 6
-DIGEST_BYTES = _CONTENT_BYTES + _TIME_BYTES
 
 
 class Entry(msgspec.Struct, frozen=True):
     """One batch of one action in one partition. at: ms. ranges: (first, last) offsets, ascending; all their records count.
 
-    digests: DIGEST_BYTES of each record, in the order of the offsets. They tell the records from those of a topic that was
-    created again. Entries of earlier versions have the first 6 bytes of each, or none. Empty in entries of other actions. An
-    entry of GROW is about the whole topic: it has no ranges, and partition 0. version: of this format.
+    digests: 6 bytes of the content and 6 of the time of each record, in the order of the offsets. They tell the records from
+    those of a topic that was created again. Entries of earlier versions have the first 6 bytes of each, or none. Empty in entries
+    of other actions. An entry of GROW is about the whole topic: it has no ranges, and partition 0. version: of this format.
     """
 
     action: str
@@ -111,28 +110,23 @@ async def write_moves(
     producer: Producer, action: str, who: str, filters: Mapping[str, str], moves: Iterable[MovedGroup]
 ) -> None:
     """Write one entry per partition, durably: SKIP or RESET. Raises BrokerError kinds."""
-    at, written = time.time_ns() // 1_000_000, []
+    at, entries = time.time_ns() // 1_000_000, []
     for one in moves:
         ranges = [] if one.first is None or one.last is None else [(one.first, one.last)]
         where = {"from": "none" if one.at is None else str(one.at), "to": str(one.to)}
-        entry = Entry(action, at, who, {**filters, **where}, one.topic, one.partition, ranges, one.events)
-        written.append(Record(None, msgspec.json.encode(entry), at))
-    if written:
-        (await producer.send_to(AUDIT, {0: written})).raise_first()
+        entries.append(Entry(action, at, who, {**filters, **where}, one.topic, one.partition, ranges, one.events))
+    await _write(producer, entries)
 
 
 async def write_growth(producer: Producer, who: str, topic: str, has: int, partitions: int) -> None:
     """Write that partitions are about to be added to the topic, durably. Raises BrokerError kinds."""
     at, change = time.time_ns() // 1_000_000, {"from": str(has), "to": str(partitions)}
-    entry = Entry(GROW, at, who, change, topic, 0, [], partitions - has)
-    (await producer.send_to(AUDIT, {0: [Record(None, msgspec.json.encode(entry), at)]})).raise_first()
+    await _write(producer, [Entry(GROW, at, who, change, topic, 0, [], partitions - has)])
 
 
 async def write_act(producer: Producer, action: str, who: str, about: Mapping[str, str]) -> None:
     """Write one entry without records durably: PLAN, CANCEL, FREEZE or UNFREEZE. Raises BrokerError kinds."""
-    at = time.time_ns() // 1_000_000
-    entry = Entry(action, at, who, dict(about), "", 0, [], 0)
-    (await producer.send_to(AUDIT, {0: [Record(None, msgspec.json.encode(entry), at)]})).raise_first()
+    await _write(producer, [Entry(action, time.time_ns() // 1_000_000, who, dict(about), "", 0, [], 0)])
 
 
 async def write_entries(
@@ -151,9 +145,13 @@ async def write_entries(
         Entry(action, at, who, dict(filters), topic, partition, _join(found), len(found), _digests(found))
         for (topic, partition), found in places.items()
     ]
-    written = [Record(None, msgspec.json.encode(entry), at) for entry in entries]
-    if written:
-        (await producer.send_to(AUDIT, {0: written})).raise_first()
+    await _write(producer, entries)
+
+
+async def _write(producer: Producer, entries: Sequence[Entry]) -> None:
+    records = [Record(None, msgspec.json.encode(entry), entry.at) for entry in entries]
+    if records:
+        (await producer.send_to(AUDIT, {0: records})).raise_first()
 
 
 def _digests(found: Mapping[int, bytes]) -> bytes:

@@ -64,6 +64,14 @@ class Origin(NamedTuple):
             raise ValueError("an origin without incarnation")
         return cls(incarnation, int(partition), int(sequence))
 
+    @classmethod
+    def read(cls, data: bytes | None) -> "Origin | None":
+        """As `unpack`; None without a header, and when another program wrote something else."""
+        try:
+            return cls.unpack(data or b"")
+        except ValueError:
+            return None
+
 
 TOPIC_NUMBERS = 1 << 31
 """The offsets of one incarnation of a topic of others: the ledger's sets have room for so many."""

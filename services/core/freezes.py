@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
-import structlog
 
-from services.core import metrics
 from services.core.broker.contract import Reader
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.producer import Producer
@@ -19,13 +17,9 @@ from services.core.broker.record import Record
 from services.core.pauses import ControlTopic
 from services.core.times import format_time
 from services.core.topic_names import CONTROL
-from services.core.version import newer_format
-
-log = structlog.get_logger()
 
 ON_PLATFORM = "frozen on its platform"
 """The beginning of the words about a freeze by an annotation or a tag."""
-_KEY = "freeze:"
 _VERSION = 1
 
 
@@ -61,7 +55,7 @@ class Freezes:
     """The content of the control topic, as far as `refresh` has read it. Not thread-safe."""
 
     def __init__(self, reader: Reader) -> None:
-        self._topic = ControlTopic(reader)
+        self._topic = ControlTopic(reader, "freeze")
         self._newest: dict[str, Freeze] = {}
 
     def all(self) -> Mapping[str, Freeze]:
@@ -75,30 +69,14 @@ class Freezes:
     async def refresh(self) -> None:
         """Read new records to the end of the topic; nothing is frozen without the topic. Raises BrokerError kinds."""
         try:
-            async for offset, record in self._topic.read_new():
-                self._apply(offset, record)
+            async for offset, group, record in self._topic.read_new():
+                if (freeze := self._topic.parse(Freeze, offset, record, _VERSION)) is not None:
+                    self._newest[group] = freeze
         except UnknownTopic:
             return
-
-    def _apply(self, offset: int, record: Record) -> None:
-        key = (record.key or b"").decode(errors="replace")
-        if not key.startswith(_KEY):
-            return
-        try:
-            freeze = msgspec.json.decode(record.value or b"", type=Freeze)
-        except msgspec.DecodeError as error:
-            metrics.NOT_UNDERSTOOD.labels("freeze", "unreadable").inc()
-            log.warning("control_record_unreadable", topic=CONTROL, offset=offset, error=str(error))
-            return
-        if freeze.version > _VERSION:
-            metrics.NOT_UNDERSTOOD.labels("freeze", "version").inc()
-            text = newer_format(f"the record {CONTROL}:0:{offset}", freeze.version, _VERSION)
-            log.error("control_record_newer", topic=CONTROL, offset=offset, error=text)
-            return
-        self._newest[key.removeprefix(_KEY)] = freeze
 
 
 async def write_freeze(producer: Producer, group: str, freeze: Freeze) -> None:
     """Write a change durably. Raises BrokerError kinds."""
-    record = Record(f"{_KEY}{group}".encode(), msgspec.json.encode(freeze), freeze.at)
+    record = Record(f"freeze:{group}".encode(), msgspec.json.encode(freeze), freeze.at)
     (await producer.send_to(CONTROL, {0: [record]})).raise_first()

@@ -38,9 +38,9 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, OutcomeUnknown, Unavailable, UnknownTopic
 from services.core.broker.record import Record
 from services.core.broker.several.brokers import DEFAULT, Grant, Places
+from services.core.clock import boot_seconds
 from services.core.pauses import ControlTopic
 from services.core.topic_names import CONTROL
-from services.core.version import newer_format
 
 log = structlog.get_logger()
 
@@ -51,7 +51,6 @@ ANY_PARTITION = -1
 """In bases: all that have none of their own. Shards get new numbers when they are split."""
 FOLLOW_S = 0.2
 """Seconds between two reads of the topic."""
-_KEY = "home:"
 _VERSION = 1
 _APPEND_S = 2.0
 
@@ -150,18 +149,13 @@ class Home(msgspec.Struct, frozen=True):
         return None
 
 
-def _now() -> float:
-    """Seconds that also pass while the machine sleeps."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 class Homes(Places):
     """The homes, as far as the control topic was read. `refresh` before the first use, `follow` from then on."""
 
     def __init__(self, streams: Mapping[str, str], broker: Broker, targets: Mapping[str, str] | None = None) -> None:
         """streams: the broker of each by the pipe file. broker: the fleet's own. targets: as in Places; they never move."""
         super().__init__(streams, targets)
-        self._broker, self._topic = broker, ControlTopic(broker.reader)
+        self._broker, self._topic = broker, ControlTopic(broker.reader, "home")
         self._homes = {name: Home(on, on) for name, on in streams.items()}
         self._known_until = float("-inf")
         self._ended: dict[tuple[str, int], float] = {}
@@ -204,10 +198,10 @@ class Homes(Places):
 
     async def refresh(self) -> None:
         """Read the topic to its end. Raises BrokerError kinds."""
-        began = _now()
+        began = boot_seconds()
         try:
-            async for offset, record in self._topic.read_new():
-                self._apply(offset, record)
+            async for offset, stream, record in self._topic.read_new():
+                self._apply(offset, stream, record)
         except UnknownTopic:
             pass  # before the first `penstock apply`
         self._known_until = began + LEASE_S
@@ -234,27 +228,15 @@ class Homes(Places):
                 is_failing = True
             await asyncio.sleep(FOLLOW_S)
 
-    def _apply(self, offset: int, record: Record) -> None:
-        key = (record.key or b"").decode(errors="replace")
-        stream = key.removeprefix(_KEY)
-        if not key.startswith(_KEY) or stream not in self._homes:
-            return
-        try:
-            step = msgspec.json.decode(record.value or b"", type=MigrationStep)
-        except msgspec.DecodeError as error:
-            log.warning("control_record_unreadable", topic=CONTROL, offset=offset, error=str(error))
-            return
-        if step.version > _VERSION:
-            text = newer_format(f"the record {CONTROL}:0:{offset}", step.version, _VERSION)
-            log.error("control_record_newer", topic=CONTROL, offset=offset, error=text)
-            return
-        home = self._homes[stream]
-        if (new := home.after(offset, step)) is None:
+    def _apply(self, offset: int, stream: str, record: Record) -> None:
+        home = self._homes.get(stream)
+        step = None if home is None else self._topic.parse(MigrationStep, offset, record, _VERSION)
+        if home is None or step is None or (new := home.after(offset, step)) is None:
             return
         self._ended[stream, home.epoch] = self._known_until
         self._homes[stream] = new
         if new.state == "held":
-            self._held_since[stream] = _now()
+            self._held_since[stream] = boot_seconds()
         if self._known_until > 0:  # not what was before this process began
             metrics.BROKER_HOME_CHANGES.labels(stream, step.state).inc()
             log.info(
@@ -264,12 +246,12 @@ class Homes(Places):
     async def write_to(self, topic: str, timeout: float) -> Grant:
         if topic not in self._homes:
             return await super().write_to(topic, timeout)
-        deadline = _now() + timeout
+        deadline = boot_seconds() + timeout
         while True:
             home = self._homes[topic]
-            if home.state != "held" and _now() <= self._known_until:
+            if home.state != "held" and boot_seconds() <= self._known_until:
                 return Grant(home.writers, home.epoch)
-            if home.state == "held" and _now() > self._held_since[topic] + (home.hold or HOLD_S):
+            if home.state == "held" and boot_seconds() > self._held_since[topic] + (home.hold or HOLD_S):
                 try:
                     await self.record(topic, MigrationStep("released", by="a writer"))
                 except BrokerError as error:
@@ -280,7 +262,7 @@ class Homes(Places):
     async def confirm(self, topic: str, grant: Grant, timeout: float) -> None:
         if topic not in self._homes:
             return
-        ended = _now()
+        ended = boot_seconds()
         while ended > (until := self._granted_until(topic, grant.epoch)):
             if self._homes[topic].epoch != grant.epoch:
                 raise OutcomeUnknown(
@@ -297,8 +279,8 @@ class Homes(Places):
     async def known(self, topic: str, timeout: float) -> None:
         if topic not in self._homes:
             return
-        deadline = _now() + timeout
-        while _now() > self._known_until:
+        deadline = boot_seconds() + timeout
+        while boot_seconds() > self._known_until:
             await self._wait_for_read(deadline, topic)
 
     def is_leaving(self, topic: str) -> bool:
@@ -307,10 +289,10 @@ class Homes(Places):
     async def _wait_for_read(self, deadline: float, topic: str) -> None:
         """Until the topic was read again. Raises Unavailable."""
         try:
-            async with asyncio.timeout(max(0.0, min(deadline - _now(), HOLD_S))):
+            async with asyncio.timeout(max(0.0, min(deadline - boot_seconds(), HOLD_S))):
                 await self._read.wait()
         except TimeoutError:
-            if _now() < deadline:
+            if boot_seconds() < deadline:
                 return
             home = self._homes[topic]
             why = f"it is moved to {home.to}" if home.state == "held" else f"{CONTROL} cannot be read"
@@ -327,7 +309,7 @@ class Homes(Places):
         left = home.readers if step.state == "copying" else ""
         now = time.time_ns() // 1_000_000
         step = msgspec.structs.replace(step, to=step.to or home.to, of=home.epoch, at=now, home=left)
-        record = Record(f"{_KEY}{stream}".encode(), msgspec.json.encode(step), now)
+        record = Record(f"home:{stream}".encode(), msgspec.json.encode(step), now)
         stored = await self._broker.appender.append(CONTROL, 0, [record], timeout=_APPEND_S)
         for _, error in stored.failed:
             raise error

@@ -17,14 +17,13 @@ import structlog
 from services.core.broker.contract import Reader
 from services.core.broker.errors import BrokerError, UnknownTopic
 from services.core.broker.producer import Producer
-from services.core.broker.reading import read_topic
 from services.core.broker.record import Record
 from services.core.lifecycle import wait_for_stop
+from services.core.pauses import ControlTopic
 from services.core.topic_names import CONTROL
 
 log = structlog.get_logger()
 
-_KEY = "keys:"
 _LOAD_S = 5.0
 _ASK_AGAIN_S = 5.0
 """How long a missing control topic counts as missing."""
@@ -47,18 +46,12 @@ async def read_key_marks(reader: Reader) -> dict[str, KeyMark]:
     """
     found: dict[str, KeyMark] = {}
     try:
-        stored = await reader.describe(CONTROL)
-    except UnknownTopic:
-        return found
-    async for batch in read_topic(reader, CONTROL, 0, stored[0]):
-        for record in batch.records:
-            name = (record.key or b"").decode(errors="replace")
-            if not name.startswith(_KEY):
-                continue
-            stream = name.removeprefix(_KEY)
+        async for _, stream, record in ControlTopic(reader, "keys").read_new():
             known = found.get(stream)
             if known is None or known.state == "none":
                 found[stream] = _parse(record)
+    except UnknownTopic:
+        return {}
     return found
 
 
@@ -73,7 +66,7 @@ async def write_key_marks(producer: Producer, streams: Iterable[str], state: Lit
     """Write a mark for each of these streams, durably. Raises BrokerError kinds; UnknownTopic without the control topic."""
     mark = KeyMark(state, by, time.time_ns() // 1_000_000)
     value = msgspec.json.encode(mark)
-    records = [Record(f"{_KEY}{stream}".encode(), value, mark.at) for stream in streams]
+    records = [Record(f"keys:{stream}".encode(), value, mark.at) for stream in streams]
     if records:
         (await producer.send_to(CONTROL, {0: records})).raise_first()
 

@@ -10,7 +10,7 @@ kept for ever and read from its beginning, without a group: it has a few records
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -30,7 +30,6 @@ FOLLOW_S = 1.0
 """Seconds between two reads."""
 OPERATOR, GONE = "operator", "410"
 _PAGE = 500
-_KEY = "pause:"
 _VERSION = 1
 
 
@@ -61,18 +60,45 @@ class Pause(msgspec.Struct, frozen=True):
         return f"paused by {self.by}: {self.because}"
 
 
+class Versioned(Protocol):
+    """version: of the format of this kind of change."""
+
+    @property
+    def version(self) -> int: ...
+
+
+T = TypeVar("T", bound=Versioned)
+
+
 class ControlTopic:
-    """Reads the control topic from its beginning, each record once. Not thread-safe."""
+    """Reads the changes of one kind from the control topic's beginning, each once. Keys: `KIND:NAME`. Not thread-safe."""
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader, self._next = reader, 0
+    def __init__(self, reader: Reader, kind: str) -> None:
+        self._reader, self._kind, self._next = reader, kind, 0
 
-    async def read_new(self) -> AsyncIterator[tuple[int, Record]]:
-        """The records behind the last one, with their offsets, to the end of the topic. Raises BrokerError kinds."""
+    async def read_new(self) -> AsyncIterator[tuple[int, str, Record]]:
+        """Offset, name and record of those behind the last one, to the end of the topic. Raises BrokerError kinds."""
         while (batch := await self._read()) is not None:
             for offset, record in zip(batch.offsets, batch.records, strict=True):
-                yield offset, record
+                kind, _, name = (record.key or b"").decode(errors="replace").partition(":")
+                if kind == self._kind:
+                    yield offset, name, record
             self._next = batch.offsets[-1] + 1
+
+    def parse(self, type_: type[T], offset: int, record: Record, version: int) -> T | None:
+        """None, counted and logged, for a change that cannot be read, or whose format is newer than this version."""
+        try:
+            change = msgspec.json.decode(record.value or b"", type=type_)
+        except msgspec.DecodeError as error:
+            metrics.NOT_UNDERSTOOD.labels(self._kind, "unreadable").inc()
+            log.warning("control_record_unreadable", topic=CONTROL, offset=offset, error=str(error))
+            return None
+        if change.version > version:
+            metrics.NOT_UNDERSTOOD.labels(self._kind, "version").inc()
+            text = newer_format(f"the record {CONTROL}:0:{offset}", change.version, version)
+            log.error("control_record_newer", topic=CONTROL, offset=offset, error=text)
+            return None
+        return change
 
     async def _read(self) -> Batch | None:
         try:
@@ -94,7 +120,7 @@ class Pauses:
     """
 
     def __init__(self, reader: Reader, renames: Mapping[str, str] | None = None) -> None:
-        self._topic, self.renames = ControlTopic(reader), renames or {}
+        self._topic, self.renames = ControlTopic(reader, "pause"), renames or {}
         self._newest: dict[str, tuple[int, Pause]] = {}
         self._changed, self._refreshing = asyncio.Event(), asyncio.Lock()
         self.unknown: str | None = NOT_READ
@@ -120,8 +146,8 @@ class Pauses:
     async def _read_new(self) -> None:
         changed = False
         try:
-            async for offset, record in self._topic.read_new():
-                changed |= self._apply(offset, record)
+            async for offset, name, record in self._topic.read_new():
+                changed |= self._apply(offset, name, record)
             self.unknown = None
         finally:  # also when a later read fails: the records before it are not read again
             if changed:
@@ -143,23 +169,11 @@ class Pauses:
                 is_failing = True
             await wait_for_stop(stopping, FOLLOW_S)
 
-    def _apply(self, offset: int, record: Record) -> bool:
+    def _apply(self, offset: int, name: str, record: Record) -> bool:
         """Returns whether a state changed."""
-        key = (record.key or b"").decode(errors="replace")
-        if not key.startswith(_KEY):
+        if (pause := self._topic.parse(Pause, offset, record, _VERSION)) is None:
             return False
-        try:
-            pause = msgspec.json.decode(record.value or b"", type=Pause)
-        except msgspec.DecodeError as error:
-            metrics.NOT_UNDERSTOOD.labels("pause", "unreadable").inc()
-            log.warning("control_record_unreadable", topic=CONTROL, offset=offset, error=str(error))
-            return False
-        if pause.version > _VERSION:
-            metrics.NOT_UNDERSTOOD.labels("pause", "version").inc()
-            text = newer_format(f"the record {CONTROL}:0:{offset}", pause.version, _VERSION)
-            log.error("control_record_newer", topic=CONTROL, offset=offset, error=text)
-            return False
-        name = self.renames.get(key.removeprefix(_KEY), key.removeprefix(_KEY))
+        name = self.renames.get(name, name)
         if pause.state != "replayed":
             self._newest[name] = (offset, pause)
             return True
@@ -180,7 +194,7 @@ async def list_paused(reader: Reader, renames: Mapping[str, str]) -> Mapping[str
 
 async def write_pause(producer: Producer, name: str, pause: Pause) -> None:
     """Write a change durably. name: `<pipe>/<destination>`, or `<pipe>` for its transform. Raises BrokerError kinds."""
-    record = Record(f"{_KEY}{name}".encode(), msgspec.json.encode(pause), pause.at)
+    record = Record(f"pause:{name}".encode(), msgspec.json.encode(pause), pause.at)
     (await producer.send_to(CONTROL, {0: [record]})).raise_first()
 
 

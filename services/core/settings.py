@@ -59,7 +59,6 @@ Model = TypeVar("Model", bound=Settings)
 
 
 def variable_name(model: type[Settings], field: str) -> str:
-    """The environment variable of a field."""
     middle = "" if field in model.shared else f"{model.section.upper()}_"
     return f"PENSTOCK_{middle}{field.upper()}"
 

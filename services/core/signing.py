@@ -124,10 +124,10 @@ def read_signing_keys(secret: Secret, folder: Path, environ: Mapping[str, str]) 
 
     Raises BadSecret; the message is for a person and names the file or variable, never the content.
     """
-    return parse_secret(*read_secret(secret, folder, environ))
+    return _parse(*_read_secret(secret, folder, environ))[0]
 
 
-def read_secret(secret: Secret, folder: Path, environ: Mapping[str, str]) -> tuple[str, str]:
+def _read_secret(secret: Secret, folder: Path, environ: Mapping[str, str]) -> tuple[str, str]:
     """The text of the file or variable, and its name for a person. Blocking. Raises BadSecret."""
     if secret.env is not None:
         text, where = environ.get(secret.env), f"the variable {secret.env}"
@@ -142,13 +142,9 @@ def read_secret(secret: Secret, folder: Path, environ: Mapping[str, str]) -> tup
         raise BadSecret(f"{path} {error}") from None
 
 
-def parse_secret(text: str, where: str) -> tuple[SigningKey, ...]:
-    """The keys, newest first, at least one. Raises BadSecret, which names `where`, never the text."""
-    return _parse(text, where)[0]
-
-
 def _parse(text: str, where: str) -> tuple[tuple[SigningKey, ...], float | None]:
-    """The keys, and when the first of them ends by its note."""
+    """The keys, newest first, at least one; and when the first of them ends by its note. Raises BadSecret, which names `where`,
+    never the text."""
     try:
         text, until = split_notes(text)
     except ValueError as error:
@@ -183,7 +179,7 @@ class SigningKeys:
     @classmethod
     def read(cls, secret: Secret, folder: Path, environ: Mapping[str, str]) -> "SigningKeys":
         """As `read_signing_keys`."""
-        return cls(*_parse(*read_secret(secret, folder, environ)))
+        return cls(*_parse(*_read_secret(secret, folder, environ)))
 
 
 def watch_secret(
@@ -208,7 +204,7 @@ def watch_secret(
 
 
 def _read(name: str, secret: Secret, folder: Path, known: bytes) -> tuple[bytes, tuple[SigningKey, ...]] | None:
-    text, where = read_secret(secret, folder, {})
+    text, where = _read_secret(secret, folder, {})
     digest = hashlib.sha256(text.encode()).digest()
     if digest == known:
         return None

@@ -12,7 +12,6 @@ def output_topic(pipe: str) -> str:
 
 
 def dead_letter_topic(pipe: str) -> str:
-    """The topic of the pipe's dead letters."""
     return f"{pipe}.dead"
 
 

@@ -15,15 +15,14 @@ from typing import Literal
 import msgspec
 
 from services.core.broker.contract import Reader
-from services.core.broker.errors import OffsetOutOfRange, UnknownTopic
+from services.core.broker.errors import UnknownTopic
 from services.core.broker.producer import Producer
-from services.core.broker.record import Batch, Record
+from services.core.broker.record import Record
+from services.core.pauses import ControlTopic
 from services.core.state_plan import StatePlan
 from services.core.times import format_time
 from services.core.topic_names import CONTROL
 
-_KEY = "transform:"
-_PAGE = 500
 _VERSION = 1
 SERVICE = "transform"
 """The writer of `begun`."""
@@ -71,8 +70,7 @@ class TransformMarks:
     """The marks, as far as `refresh` has read them. Not thread-safe; several tasks may call `refresh` at once."""
 
     def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self._next = 0
+        self._topic = ControlTopic(reader, "transform")
         self._newest: dict[str, TransformMark] = {}
         self._reading = asyncio.Lock()
 
@@ -83,22 +81,8 @@ class TransformMarks:
     async def refresh(self) -> None:
         """Read new records to the end of the topic. Raises BrokerError kinds; UnknownTopic without the control topic."""
         async with self._reading:
-            while (batch := await self._read()) is not None:
-                for record in batch.records:
-                    self._apply(record)
-                self._next = batch.offsets[-1] + 1
-
-    async def _read(self) -> Batch | None:
-        try:
-            return await self._reader.read(CONTROL, 0, self._next, max_records=_PAGE)
-        except OffsetOutOfRange as error:  # created again, or its beginning is gone: the remaining records count
-            self._next = error.start
-            return await self._reader.read(CONTROL, 0, self._next, max_records=_PAGE)
-
-    def _apply(self, record: Record) -> None:
-        key = (record.key or b"").decode(errors="replace")
-        if key.startswith(_KEY):
-            self._newest[key.removeprefix(_KEY)] = _parse(record)
+            async for _, pipe, record in self._topic.read_new():
+                self._newest[pipe] = _parse(record)
 
 
 def _parse(record: Record) -> TransformMark:
@@ -132,5 +116,5 @@ async def write_transform_mark(
     mark = TransformMark(
         state, checkpoint, by, time.time_ns() // 1_000_000, plan=plan, begins=dict(begins or {}), former=former
     )
-    record = Record(f"{_KEY}{pipe}".encode(), msgspec.json.encode(mark), mark.at)
+    record = Record(f"transform:{pipe}".encode(), msgspec.json.encode(mark), mark.at)
     (await producer.send_to(CONTROL, {0: [record]})).raise_first()

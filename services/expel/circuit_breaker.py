@@ -38,7 +38,6 @@ class CircuitBreaker:
 
     @property
     def state(self) -> BreakerState:
-        """The state now."""
         if self._is_closed:
             return "closed"
         return "open" if self._clock() < self._open_until else "half-open"

@@ -109,7 +109,6 @@ class LaneMetrics:
             self.flush()
 
     def count_attempt(self, outcome: Outcome) -> None:
-        """Count an attempt that ended."""
         if outcome is None:
             self._delivered_requests += 1
         else:

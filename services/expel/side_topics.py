@@ -185,7 +185,6 @@ class Outbox:
         return len(self._waiting)
 
     def add(self, records: Sequence[SideRecord], group: asyncio.TaskGroup) -> None:
-        """Queue records."""
         self._waiting += records
         if self._task is None and self._waiting:
             self._task = group.create_task(self._run(), name=f"outbox {self._topic}")

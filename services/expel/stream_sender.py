@@ -43,7 +43,6 @@ class StreamSender:
         return render(batch, self._renderer, max_part=_NO_LIMIT)
 
     def prepare(self, delivery: Delivery) -> list[Record]:
-        """The records to append."""
         return [_unwrap(record) for record in delivery.records]
 
     async def send(self, delivery: Delivery) -> Outcome:
@@ -66,8 +65,11 @@ class StreamSender:
         return {index: self.explain(error) for index, error in failed.items()} or None
 
     def explain(self, error: Exception) -> Failure:
-        """The failure of one event."""
-        return _explain(error)
+        if isinstance(error, RecordTooLarge):
+            return Failure("too_large", str(error), recoverable=False)
+        if not isinstance(error, BrokerError):
+            raise error
+        return Failure("broker", f"the stream could not store it: {type(error).__name__}", recoverable=True, ours=True)
 
 
 class TopicSender(StreamSender):
@@ -144,11 +146,3 @@ class _CompactedRenderer(_ValueRenderer):
         if not all(map(_KEY, records)):
             return None
         return super().usual_parts(records, ids, arrivals)
-
-
-def _explain(error: Exception) -> Failure:
-    if isinstance(error, RecordTooLarge):
-        return Failure("too_large", str(error), recoverable=False)
-    if not isinstance(error, BrokerError):
-        raise error
-    return Failure("broker", f"the stream could not store it: {type(error).__name__}", recoverable=True, ours=True)

@@ -56,7 +56,6 @@ class SendThrottle:
 
     @property
     def state(self) -> BreakerState:
-        """The breaker's state now."""
         return self._breaker.state
 
     def blocked_for(self) -> float:
@@ -170,7 +169,6 @@ class FailureNotice:
         self._is_said = self._has_accepted = False
 
     def record(self, outcome: Outcome) -> None:
-        """Record the outcome of a request."""
         if outcome is None and self._failed_at is None:
             return
         now, failure = self._clock(), _worst(outcome)

@@ -234,7 +234,6 @@ class Connection(HttpProtocol):
             self.transport.close()
 
     def abort(self) -> None:
-        """End now."""
         if self._task is not None:
             self._task.cancel()
         if self.transport is not None:

@@ -203,7 +203,6 @@ class Intake:
         return [one or other for one, other in zip(found, made, strict=True)] if found else made
 
     def _split(self, rows: Sequence[int], keys: list[bytes | None] | None, arrival: int) -> dict[int, Sequence[int]]:
-        """Rows by partition."""
         if keys is None:
             return {self._keyless_partition(arrival): rows}
         partitions = self.partitions

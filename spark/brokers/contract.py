@@ -67,7 +67,6 @@ class ObservedWrite:
     """A frame with columns OUT that counts what is written of it, in the tasks."""
 
     def __init__(self, frame: DataFrame, wanted: WantedOrigins | None) -> None:
-        """frame: the one to write."""
         self._observation, self._wanted = Observation(), wanted
         observed = [count_by_lag(age(f.col("timestamp"))).alias("lags"), began()]
         if wanted is not None:
@@ -280,6 +279,9 @@ class DataSourceBroker(SparkBroker):
         options = {"broker": self._url, "topics": ",".join(topics), "max_events": str(max_events)}
         options["begins"] = json.dumps(pack_offsets({topic: begins[topic] for topic in topics if topic in begins}))
         return open_stream(session, name).format(NAME).options(**options).load()
+
+    def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
+        return session.read.format(NAME).options(broker=self._url, ranges=json.dumps(ranges)).load()
 
     def parse_offsets(self, line: str, checkpoint: str) -> Offsets:
         found = json.loads(line)

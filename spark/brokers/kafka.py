@@ -338,7 +338,6 @@ class _Admin:
         return {topic: found.get(topic) for topic in topics}
 
     def partitions(self, topics: Sequence[str]) -> list[tuple[str, int]]:
-        """(topic, partition) of each partition."""
         return [
             (topic, info.partition()) for topic, found in self.describe(topics).items() for info in found.partitions()
         ]

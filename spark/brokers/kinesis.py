@@ -98,9 +98,6 @@ class KinesisSparkBroker(DataSourceBroker):
         self._store = _store_of(session, self._url)
         return KinesisBacklogMeter(self._kinesis, topics)
 
-    def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
-        return session.read.format(NAME).options(broker=self._url, ranges=json.dumps(ranges)).load()
-
     def read_stream(
         self,
         session: SparkSession,

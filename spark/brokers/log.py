@@ -1,9 +1,8 @@
 """The embedded log. The driver is on the log's host, so a batch's records are collected there and appended in one transaction."""
 
-import json
 from collections.abc import Sequence
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 
 from services.core.broker.log import blocking
 from services.core.broker.log.data_folder import DataFolder
@@ -13,7 +12,6 @@ from services.core.broker.record import Record
 from spark.brokers.contract import BatchName, DataSourceBroker
 from spark.records import OffsetRange
 from spark.sources.log import store_batch
-from spark.sources.source import NAME
 
 
 class LogSparkBroker(DataSourceBroker):
@@ -40,9 +38,6 @@ class LogSparkBroker(DataSourceBroker):
             for topic in topics
             for p, part in blocking.ends(self._path, topic).items()
         ]
-
-    def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
-        return session.read.format(NAME).options(broker=self._url, ranges=json.dumps(ranges)).load()
 
     def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> bool:
         if records:

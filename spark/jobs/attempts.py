@@ -234,7 +234,6 @@ def name_part(batch: int, number: int, part: Part) -> PartName:
 
 
 def batch_of(epoch: int) -> int:
-    """The batch of a part."""
     return epoch >> _PARTS_BITS
 
 

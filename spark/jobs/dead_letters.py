@@ -134,7 +134,6 @@ def write_in_pieces(
 
 
 def name_ranges(ranges: Iterable[OffsetRange]) -> str:
-    """A name for these ranges."""
     return hashlib.sha256(repr(sorted(map(tuple, ranges))).encode()).hexdigest()[:16]
 
 

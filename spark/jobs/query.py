@@ -113,7 +113,6 @@ class Query:
         return [part for part in found if part.start < part.end]
 
     def planned_ranges(self, batch: int) -> list[OffsetRange]:
-        """The records of a planned batch."""
         before = self.checkpoint.offsets(batch - 1 if batch else None, self.broker.parse_offsets)
         return self.ranges_between(before, self.checkpoint.offsets(batch, self.broker.parse_offsets))
 

@@ -134,7 +134,7 @@ def of_stream(prepared: Prepared, raw: DataFrame, stream: str) -> DataFrame:
 def prepare_pipes(session: SparkSession, selected: SelectedPipes, *, max_bytes: int) -> list[Prepared]:
     """Prepare the selected pipes. Blocking. Raises BadConfiguration with every mistake at once."""
     found, problems = [], []
-    tables = _prepare_tables(session, selected)
+    tables = _prepare_tables(selected)
     for name in selected.names:
         try:
             found.append(prepare_pipe(session, selected, name, max_bytes=max_bytes, known=tables))
@@ -145,7 +145,7 @@ def prepare_pipes(session: SparkSession, selected: SelectedPipes, *, max_bytes: 
     return found
 
 
-def _prepare_tables(session: SparkSession, selected: SelectedPipes) -> dict[str, ReferenceTable]:
+def _prepare_tables(selected: SelectedPipes) -> dict[str, ReferenceTable]:
     """The tables that these pipes read. None is read yet. Raises BadConfiguration with every mistake."""
     found, problems, folder = {}, [], selected.document.path.parent
     for name, definition in selected.tables().items():
@@ -176,7 +176,7 @@ def prepare_pipe(
     Blocking. Raises BadConfiguration with every mistake.
     """
     document, file, pipe = selected.document, selected.file, selected.file.pipes[name]
-    known = _prepare_tables(session, selected) if known is None else known
+    known = _prepare_tables(selected) if known is None else known
     assert pipe.transform is not None
     views, timed = {}, pipe.transform.watermark is not None
     real_time = pipe.transform.mode == "real-time" if real_time is None else real_time

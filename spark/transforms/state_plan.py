@@ -140,19 +140,12 @@ class _Reader:
         """only: of the sources of a union, the one that is described, as if there was no other."""
         self.operators: list[StateOperator] = []
         self.columns: dict[str, str] = {}
-        self.sources: list[str] = []
+        self.sources = list(dict.fromkeys(_sources(plan)))
         self.runs_python = False
         self._only = only
         self._types, self._texts = types, dict[int, str]()
         self._tables, self._of_tables = tables, dict[str, dict[str, str]]()
-        self._list_sources(plan)
         self._find(plan)
-
-    def _list_sources(self, node: Node) -> None:
-        if node.kind == _SOURCE and _stream(node) not in self.sources:
-            self.sources.append(_stream(node))
-        for child in node.children:
-            self._list_sources(child)
 
     def _find(self, node: Node) -> None:
         """The operators of this part of the plan. What is above the last of them is left out."""
@@ -370,15 +363,12 @@ def _has_state(node: Node) -> bool:
 
 
 def _reads_source(node: Node) -> bool:
-    return node.kind == _SOURCE or any(map(_reads_source, node.children))
+    return any(one.kind == _SOURCE for one in _walk(node))
 
 
 def _sources(node: Node) -> Iterator[str]:
     """The streams that a part of a plan reads, one after the other."""
-    if node.kind == _SOURCE:
-        yield _stream(node)
-    for child in node.children:
-        yield from _sources(child)
+    return (_stream(one) for one in _walk(node) if one.kind == _SOURCE)
 
 
 def _sources_of_union(plan: Node) -> list[str]:

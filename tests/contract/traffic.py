@@ -115,10 +115,10 @@ async def until(condition: Callable[[], bool], what: str, deadline: float = DEAD
         raise AssertionError(f"still not after {deadline} s: {what}") from None
 
 
-async def until_async(condition: Callable[[], Awaitable[bool]], what: str, deadline: float = DEADLINE) -> None:
+async def until_async(condition: Callable[[], Awaitable[bool]], what: str) -> None:
     """Wait for something that one has to ask the broker about; a retriable failure counts as "not yet"."""
     try:
-        async with asyncio.timeout(deadline):
+        async with asyncio.timeout(DEADLINE):
             pace = Pace()
             while True:
                 try:
@@ -129,7 +129,7 @@ async def until_async(condition: Callable[[], Awaitable[bool]], what: str, deadl
                         raise
                 await pace.rest()
     except TimeoutError:
-        raise AssertionError(f"still not after {deadline} s: {what}") from None
+        raise AssertionError(f"still not after {DEADLINE} s: {what}") from None
 
 
 async def own(consumer: Consumer, partitions: int) -> None:

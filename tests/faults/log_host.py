@@ -23,6 +23,7 @@ from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.membership import LogMembership, Timing
 from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.record import TopicPartition
+from tests.contract.traffic import ignore_revoke
 from tests.faults.log_disk import Crash, Disk
 from tests.faults.log_disk_listen import listening
 from tests.faults.log_small import quick_folder, small_pages
@@ -93,7 +94,7 @@ class Host:
     def join(self, process: int, group: str, topics: list[str], start: Start) -> Member:
         """A new member."""
         shared = self.run(self.broker(process)._shared_resources())
-        membership = LogMembership(shared, group, topics, start, _drain)
+        membership = LogMembership(shared, group, topics, start, ignore_revoke)
         member = Member(group, membership, LogConsumer(shared, membership, self.clock))
         self.members.append(member)
         self.run(membership.join())
@@ -166,10 +167,6 @@ async def _beat(membership: LogMembership) -> None:
     await membership.heartbeat()
     if membership._drain is not None:
         await membership._drain
-
-
-async def _drain(partitions: frozenset[TopicPartition]) -> None:
-    """Nothing is in flight."""
 
 
 @contextmanager

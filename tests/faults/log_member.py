@@ -11,7 +11,7 @@ import sys
 from services.core.broker.errors import NotOwner
 from services.core.broker.log import LogBroker
 from services.core.broker.log.membership import Timing
-from services.core.broker.record import TopicPartition
+from tests.contract.traffic import ignore_revoke
 from tests.faults.log_child import say
 
 
@@ -19,7 +19,7 @@ async def be_a_member(folder: str, topic: str, lease: float) -> None:
     """Until standard input ends."""
     async with (
         LogBroker.open(folder, timing=Timing(lease=lease)) as broker,
-        broker.consumer("g", [topic], start="earliest", on_revoke=drain_nothing) as consumer,
+        broker.consumer("g", [topic], start="earliest", on_revoke=ignore_revoke) as consumer,
     ):
         owned = consumer.assignment()
         say({"owns": len(owned)})
@@ -30,10 +30,6 @@ async def be_a_member(folder: str, topic: str, lease: float) -> None:
                 say({"refused": len(error.partitions)})
             else:
                 say({"refused": 0})
-
-
-async def drain_nothing(partitions: frozenset[TopicPartition]) -> None:
-    """Nothing is in flight."""
 
 
 if __name__ == "__main__":

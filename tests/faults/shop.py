@@ -22,6 +22,7 @@ from aiohttp import web
 
 from tests.faults.fleet import DEADLINE, Fleet, Service, open_fleet, wait_until
 from tests.support.ports import free_port
+from tests.support.serving import serve_on_loopback
 
 PAGE = Path(__file__).parents[2] / "docs" / "backup.md"
 TIME = re.compile(r"20\d\d-\d\d-\d\dT[\d:]+Z")
@@ -138,7 +139,7 @@ class Shop:
 @asynccontextmanager
 async def open_receiver() -> AsyncIterator[Receiver]:
     """It takes everything."""
-    receiver = Receiver(f"http://127.0.0.1:{free_port()}/hook")
+    receiver = Receiver("")
 
     async def take(request: web.Request) -> web.Response:
         receiver.came.update(int(one["id"].removeprefix("o-")) for one in orjson.loads(await request.read()))
@@ -146,13 +147,9 @@ async def open_receiver() -> AsyncIterator[Receiver]:
 
     app = web.Application()
     app.router.add_post("/hook", take)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", int(receiver.url.split(":")[2].partition("/")[0])).start()
+    async with serve_on_loopback(app) as port:
+        receiver.url = f"http://127.0.0.1:{port}/hook"
         yield receiver
-    finally:
-        await runner.cleanup()
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ import orjson
 from aiohttp import web
 
 from tests.support.oracle import Ledger, make_payload
+from tests.support.serving import serve_on_loopback
 
 
 class Item(msgspec.Struct):
@@ -98,12 +99,9 @@ async def open_sink(ledger: Ledger, seed: int, *, by_value: bool = False) -> Asy
     sink.hold.set()
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post("/hook", sink.take)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        sink.url = f"http://127.0.0.1:{runner.addresses[0][1]}/hook"
-        yield sink
-    finally:
-        sink.hold.set()
-        await runner.cleanup()
+    async with serve_on_loopback(app) as port:
+        sink.url = f"http://127.0.0.1:{port}/hook"
+        try:
+            yield sink
+        finally:
+            sink.hold.set()

@@ -15,6 +15,7 @@ from services.core.topic_names import RETRY_IN
 from tests.faults.trial import RSS_LIMIT
 from tests.integration.expel_process import Expel, hook, ids, open_expel
 from tests.support.ports import free_port
+from tests.support.serving import serve_on_loopback
 from tests.unit.expel import receiver as bad
 from tests.unit.expel.receiver import open_socket_server, wait_until
 
@@ -42,13 +43,8 @@ async def open_good() -> AsyncIterator[tuple[str, dict[str, set[str]]]]:
 
     app = web.Application(client_max_size=1 << 24)
     app.router.add_post("/{name}", handle)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", taken
-    finally:
-        await runner.cleanup()
+    async with serve_on_loopback(app) as port:
+        yield f"http://127.0.0.1:{port}", taken
 
 
 async def unsettled(expel: Expel, name: str) -> int:

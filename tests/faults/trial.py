@@ -19,11 +19,11 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
 from services.core.broker.kafka import KafkaBroker
 from services.core.broker.log import LogBroker
-from services.core.broker.record import TopicPartition
 from services.core.event import read_id
 from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
 from services.core.topic_names import dead_letter_topic
+from tests.contract.traffic import ignore_revoke
 from tests.faults.fleet import DEADLINE, Fleet, Service, open_fleet, wait_until
 from tests.faults.sender import Sender
 from tests.faults.sink import Sink, open_sink
@@ -248,14 +248,11 @@ async def read_dead_letters(broker: Broker, topic: str, ledger: Ledger) -> None:
     """Tell the ledger what stands in this topic of dead letters."""
     left = sum(held.end - held.start for held in (await broker.reader.describe(topic)).values())
 
-    async def ignore(_partitions: frozenset[TopicPartition]) -> None:
-        return
-
     if not left:
         return
     async with (
         asyncio.timeout(DEADLINE),
-        broker.consumer(unique_name("letters"), [topic], start="earliest", on_revoke=ignore) as consumer,
+        broker.consumer(unique_name("letters"), [topic], start="earliest", on_revoke=ignore_revoke) as consumer,
     ):
         while left > 0:
             for batch in await consumer.poll(max_records=1000, max_wait=0.5):

@@ -18,10 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.core.broker.contract import Broker, Lag, TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
-from services.core.broker.record import Record, TopicPartition
+from services.core.broker.record import Record
 from services.core.ledger.report import TELEMETRY
 from services.core.pauses import OPERATOR, Pause, write_pause
 from services.core.topic_names import CONTROL, parked_topic, retry_topic
+from tests.contract.traffic import ignore_revoke
 from tests.integration.fleet_process import DRAIN
 from tests.support.pacing import Pace
 from tests.support.ports import free_port
@@ -158,13 +159,10 @@ class Expel:
         """The first `count` records of a topic, by partition."""
         records: list[Record] = []
 
-        async def ignore(_partitions: frozenset[TopicPartition]) -> None:
-            return
-
         async with (
             asyncio.timeout(DEADLINE),
             self.broker.consumer(
-                f"reader-{os.urandom(4).hex()}", [topic], start="earliest", on_revoke=ignore
+                f"reader-{os.urandom(4).hex()}", [topic], start="earliest", on_revoke=ignore_revoke
             ) as consumer,
         ):
             while len(records) < count:

@@ -16,6 +16,7 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.record import Record
 from services.core.ledger.report import TELEMETRY
+from tests.contract.traffic import ignore_revoke
 from tests.integration.fleet_process import DRAIN
 from tests.support.pacing import Pace
 from tests.support.ports import free_port
@@ -53,12 +54,9 @@ async def read_topic(broker: Broker, topic: str) -> list[Record]:
     """Every record of the topic, by a group of its own."""
     records: list[Record] = []
 
-    async def nothing(_: object) -> None:
-        return
-
     ranges = await broker.reader.describe(topic)
     expected = sum(one.end - one.start for one in ranges.values())
-    async with broker.consumer(f"reader-{uuid4()}", [topic], start="earliest", on_revoke=nothing) as consumer:
+    async with broker.consumer(f"reader-{uuid4()}", [topic], start="earliest", on_revoke=ignore_revoke) as consumer:
         async with asyncio.timeout(600):
             while len(records) < expected:
                 for batch in await consumer.poll(max_records=10_000, max_wait=0.5):

@@ -15,9 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
-from services.core.broker.record import Record, TopicPartition
+from services.core.broker.record import Record
 from services.core.retry_state import RetryState, unwrap, wrap
 from services.core.topic_names import RETRY_IN, retry_topic
+from tests.contract.traffic import ignore_revoke
 from tests.integration.fleet_process import DRAIN
 from tests.support.pacing import Pace
 from tests.support.ports import free_port
@@ -121,11 +122,10 @@ class Waiters:
     async def read(self) -> None:
         """Note what comes out, until cancelled."""
 
-        async def nothing(_lost: frozenset[TopicPartition]) -> None:
-            return
-
         topics = [retry_topic(self.pipe)]
-        async with self.broker.consumer(f"{self.pipe}.reader", topics, start="earliest", on_revoke=nothing) as consumer:
+        async with self.broker.consumer(
+            f"{self.pipe}.reader", topics, start="earliest", on_revoke=ignore_revoke
+        ) as consumer:
             while True:
                 for batch in await consumer.poll(max_records=1000, max_wait=1.0):
                     now = int(time.time() * 1000)

@@ -17,6 +17,7 @@ from aiohttp import web
 from services.core.signing import SigningKey, verify
 from tests.integration.fleet_process import DEADLINE, REPOSITORY, SECRET, Desk, until
 from tests.support.ports import free_port
+from tests.support.serving import serve_on_loopback
 
 COUNT = 2000
 
@@ -58,35 +59,21 @@ async def test_many_to_many(tmp_path: Path) -> None:
 
     app = web.Application(client_max_size=10_000_000)
     app.router.add_post("/{path}", hooks.take)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", desk.hook_port).start()
-    try:
-        async with desk.up() as fleet:
-            sent = await desk.run(
-                "send",
-                "flights",
-                "flights.ndjson",
-                "--json",
-                "--in-flight",
-                "1",
-                "--url",
-                f"http://127.0.0.1:{desk.ingest_port}",
-            )
-            assert json.loads(sent.out)["accepted"] == COUNT
-            expected = {
-                "/late": late,
-                "/archive": late,
-                "/very-late": very_late,
-                "/speed": set(flown),
-                "/fast": set(flown),
-            }
-            for path, wanted in expected.items():
-                await until(lambda path=path, wanted=wanted: set(hooks.got[path]) >= wanted, f"all of {path}")  # type: ignore[misc]
-                assert set(hooks.got[path]) == wanted
-            assert await fleet.interrupt() == 0
-    finally:
-        await runner.cleanup()
+    async with serve_on_loopback(app, desk.hook_port), desk.up() as fleet:
+        url = f"http://127.0.0.1:{desk.ingest_port}"
+        sent = await desk.run("send", "flights", "flights.ndjson", "--json", "--in-flight", "1", "--url", url)
+        assert json.loads(sent.out)["accepted"] == COUNT
+        expected = {
+            "/late": late,
+            "/archive": late,
+            "/very-late": very_late,
+            "/speed": set(flown),
+            "/fast": set(flown),
+        }
+        for path, wanted in expected.items():
+            await until(lambda path=path, wanted=wanted: set(hooks.got[path]) >= wanted, f"all of {path}")  # type: ignore[misc]
+            assert set(hooks.got[path]) == wanted
+        assert await fleet.interrupt() == 0
     assert all(abs(hooks.got["/fast"][key]["miles_an_hour"] - speed) < 0.06 for key, speed in flown.items())
     assert hooks.kinds["/archive"] == {"application/x-ndjson"}
     assert hooks.kinds["/speed"] == {"application/json"}

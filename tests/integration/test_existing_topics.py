@@ -30,7 +30,6 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, UnknownTopic, UnsafeTopic
 from services.core.broker.existing import target_name
 from services.core.broker.producer import Producer
-from services.core.broker.record import TopicPartition
 from services.core.dead_letter import DeadLetter
 from services.core.event import ORIGIN, Origin
 from services.core.existing_topics import existing_topics
@@ -49,6 +48,7 @@ from services.fleet.dead.redrive import Redrive, RedriveTargets
 from services.observer.ledger.flow import read_flow
 from services.observer.ledger.settlement import Row
 from services.observer.ledger.table import Table
+from tests.contract.traffic import ignore_revoke
 from tests.integration.expel_process import Expel, decide, hook, kill_at_end, wait_parked, wait_replayed
 from tests.integration.retrier_process import RetrierProcess
 from tests.integration.retrier_process import kill_at_end as kill_retrier_at_end
@@ -402,13 +402,10 @@ async def test_a_topic_of_others_that_its_owner_alters_deletes_and_makes_anew(ka
     async def read_until(broker: Broker, count: int) -> None:
         """As a lane reads: it joins again after an error."""
 
-        async def ignore(_leaving: frozenset[TopicPartition]) -> None:
-            return
-
         async with asyncio.timeout(DEADLINE):
             while sum(map(len, found.values())) < count:
                 with suppress(BrokerError):
-                    async with broker.consumer(group, ["orders"], start="earliest", on_revoke=ignore) as member:
+                    async with broker.consumer(group, ["orders"], start="earliest", on_revoke=ignore_revoke) as member:
                         while sum(map(len, found.values())) < count:
                             for batch in await member.poll(max_records=100, max_wait=0.3):
                                 for record in batch.records:

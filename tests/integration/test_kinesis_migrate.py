@@ -12,10 +12,11 @@ from services.core.aws_emulator import AwsEmulator, kinesis_url
 from services.core.broker.connect import open_broker
 from services.core.broker.errors import OffsetOutOfRange
 from services.core.broker.producer import Producer
-from services.core.broker.record import Record, TopicPartition
+from services.core.broker.record import Record
 from services.core.broker.several.broker import SeveralBrokers
 from services.fleet.migrate.steps import Migration
 from services.fleet.problem import CommandFailed
+from tests.contract.traffic import ignore_revoke
 from tests.support.kafka import unique_name
 from tests.support.kinesis_limits import Faults, KinesisLimits
 from tests.support.migrations import GROUP, KEYS, STREAM, World, run_history, shorten_times
@@ -166,10 +167,7 @@ async def test_a_stream_moves_from_region_to_region(kinesis_emulator: AwsEmulato
 
 
 async def _deliver_the_rest(broker: SeveralBrokers) -> None:
-    async def revoke(_partitions: frozenset[TopicPartition]) -> None:
-        """Nothing is under way."""
-
-    async with broker.consumer(GROUP, [STREAM], start="latest", on_revoke=revoke) as consumer:
+    async with broker.consumer(GROUP, [STREAM], start="latest", on_revoke=ignore_revoke) as consumer:
         async with Producer(broker.appender) as producer:
             (await producer.send_to(STREAM, {1: [Record(None, b"first", 0)]})).raise_first()
         got = set[bytes | None]()
@@ -186,12 +184,9 @@ async def test_a_stream_that_was_born_there_comes_home(second: str, tmp_path: Pa
     world = World(f"log://{tmp_path / 'own'}", second, "second")
     await world.set_up()
 
-    async def revoke(_partitions: frozenset[TopicPartition]) -> None:
-        """Nothing is under way."""
-
     async with world.process() as (broker, places):
         await _fill(broker, range(5))
-        async with broker.consumer(GROUP, [STREAM], start="earliest", on_revoke=revoke) as consumer:
+        async with broker.consumer(GROUP, [STREAM], start="earliest", on_revoke=ignore_revoke) as consumer:
             async with asyncio.timeout(300):
                 while not await consumer.poll(max_records=10, max_wait=1.0):
                     pass

@@ -16,6 +16,7 @@ from spark.records import OffsetRange, cut_evenly
 from spark.reporter import PipeReporter
 from spark.reports import BatchLags, BatchReport, Gathered, add_accepted, add_settled, origins_of, union, without
 from spark.transforms.output import number_batch
+from tests.support.clock import Clock
 
 
 class Shelf:
@@ -32,16 +33,6 @@ class Shelf:
 
     def reports(self) -> list[Report]:
         return [decode_report(record.value) for record in self.records]
-
-
-class Clock:
-    """Seconds, moved by hand."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def sets(report: Report) -> dict[tuple[str, str, int, int | None], list[int]]:
@@ -128,7 +119,7 @@ def test_windows_cover_everything_once() -> None:
 
 def test_reporter_reports_batches_and_heartbeats() -> None:
     """If this fails, the observer takes a pipe that lives for a silent one, or misses what it settled."""
-    shelf, clock = Shelf(), Clock()
+    shelf, clock = Shelf(), Clock(1_000_000.0)
     reporter = PipeReporter("p", shelf.append, clock)
     reporter.report_heartbeat()
     reporter.report_heartbeat()
@@ -160,7 +151,7 @@ def test_reporter_reports_batches_and_heartbeats() -> None:
 
 def test_lags_of_real_time_mode_are_in_their_minutes() -> None:
     """If this fails, the table of lags has up to 15 s of each minute in the next one, or counts them twice, or not at all."""
-    shelf, clock = Shelf(), Clock()
+    shelf, clock = Shelf(), Clock(1_000_000.0)
     reporter = PipeReporter("p", shelf.append, clock)
     done = BatchReport("p", lag_in=Counter([5, 5, 6]), lag_out=Counter([7, 8]), took=Counter({2: 2}), minute=1000)
     done.earlier = BatchLags(lag_in=Counter([5]), lag_out=Counter([8]), took=Counter({2: 1}))
@@ -181,7 +172,7 @@ def test_lags_of_real_time_mode_are_in_their_minutes() -> None:
 
 def test_reporter_that_cannot_write() -> None:
     """If this fails, a batch counts as done though it was not reported, or lags are reported twice or never."""
-    shelf, clock = Shelf(), Clock()
+    shelf, clock = Shelf(), Clock(1_000_000.0)
     reporter = PipeReporter("p", shelf.append, clock)
     done = BatchReport("p", lag_out=Counter([7]))
     add_settled(done, [(gathered("a:0:1"), 1)], gathered("a:0:1"))

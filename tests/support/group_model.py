@@ -178,7 +178,6 @@ class Coordinator:
         self._group = group
         self.generation, self.member_id = -1, ""
         self.coordinator_id: int | None = None
-        self.must_join = False
 
     async def ensure_coordinator_known(self) -> None:
         """May find the one that was, while it moves."""
@@ -208,11 +207,10 @@ class Coordinator:
 
     def reset_generation(self) -> None:
         """As aiokafka does when it is told that it is no member."""
-        self.generation, self.member_id, self.must_join = -1, "", True
+        self.generation, self.member_id = -1, ""
 
     def request_rejoin(self) -> None:
         """As aiokafka does when it is told of a rebalance."""
-        self.must_join = True
 
 
 class Client:

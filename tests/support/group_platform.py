@@ -15,6 +15,7 @@ from aiohttp import web
 from services.core.bearer import Tokens, make_token
 from services.core.group_control import GroupControl, GroupState, Instance, SizeRefused
 from tests.support.ports import free_port
+from tests.support.serving import serve_on_loopback
 
 GROUP = "expel"
 
@@ -41,19 +42,13 @@ class _Groups:
 @asynccontextmanager
 async def open_group_platform(folder: Path, instances: Callable[[], Mapping[str, str]]) -> AsyncIterator[list[str]]:
     """folder: for its files. Gives the flags of an autoscaler that looks at the group every second."""
-    token, address = make_token(), f"127.0.0.1:{free_port()}"
-    await asyncio.to_thread(_write_files, folder, token, address)
+    token, port = make_token(), free_port()
+    await asyncio.to_thread(_write_files, folder, token, f"127.0.0.1:{port}")
     app = web.Application()
     app.router.add_routes(GroupControl(_Groups(instances), Tokens([token]), whose="the platform").routes())
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        host, _, port = address.partition(":")
-        await web.TCPSite(runner, host, int(port)).start()
+    async with serve_on_loopback(app, port):
         rules = json.dumps({GROUP: {"max": 4}})
         yield ["--group-driver", f"fleet://{folder}", "--groups", rules, "--group-every", "1s", "--dry-run", "true"]
-    finally:
-        await runner.cleanup()
 
 
 def _write_files(folder: Path, token: str, address: str) -> None:

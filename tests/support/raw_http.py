@@ -62,7 +62,7 @@ class Client:
         """Send no more; still read."""
         self._writer.write_eof()
 
-    async def reply(self, *, head_only: bool = False) -> Reply:
+    async def reply(self) -> Reply:
         """The next answer."""
         async with asyncio.timeout(TIMEOUT_S):
             head = await self._reader.readuntil(b"\r\n\r\n")
@@ -71,8 +71,7 @@ class Client:
             for line in lines:
                 name, _, value = line.decode().partition(": ")
                 headers[name.lower()] = value
-            size = 0 if head_only else int(headers.get("content-length", "0"))
-            body = await self._reader.readexactly(size)
+            body = await self._reader.readexactly(int(headers.get("content-length", "0")))
         return Reply(int(first.split()[1]), headers, body)
 
     async def is_over(self) -> bool:

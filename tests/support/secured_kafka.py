@@ -136,10 +136,10 @@ class SecuredKafka:
         path.write_text(json.dumps({"keys": [{"kty": "RSA", "kid": "1", "alg": "RS256", "n": modulus, "e": "AQAB"}]}))
         return path
 
-    def sign_token(self, lifetime: int = 600) -> str:
-        """A token for the operator that lasts so many seconds. Blocking."""
+    def sign_token(self) -> str:
+        """A token for the operator that lasts ten minutes. Blocking."""
         now = int(time.time())
-        claims = {"sub": OPERATOR, "iat": now, "exp": now + lifetime}
+        claims = {"sub": OPERATOR, "iat": now, "exp": now + 600}
         parts = [json.dumps(part).encode() for part in ({"alg": "RS256", "kid": "1"}, claims)]
         signed = b".".join(base64.urlsafe_b64encode(part).rstrip(b"=") for part in parts)
         sign = ["openssl", "dgst", "-sha256", "-sign", str(self._signer)]

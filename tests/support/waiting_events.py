@@ -8,10 +8,10 @@ from services.core.broker.record import Record
 from services.core.retry_state import RetryState, wrap
 
 
-def waiting_event(lane: str, number: int, *, due: int = 0, rounds: int = 1, at: int = 1) -> Record:
+def waiting_event(lane: str, number: int, *, due: int = 0, at: int = 1) -> Record:
     """Event `e<number>`, as it was handed over for this lane at `at` (ms)."""
     pipe, _, destination = lane.partition("/")
-    state = RetryState(pipe, destination, 4, rounds, 77, due, "http_503", "busy", f"s:0:{number}", 1_700_000_000_000)
+    state = RetryState(pipe, destination, 4, 1, 77, due, "http_503", "busy", f"s:0:{number}", 1_700_000_000_000)
     record = Record(b"k", b'{"n":%d}' % number, state.time, (("ce_id", b"e%d" % number), ("penstock_arrival", b"1")))
     return wrap(record, state, at)
 

@@ -14,7 +14,6 @@ Layout = tuple[int, ...]
 
 
 def shard_loads(layout: Layout, slots: Sequence[float]) -> list[float]:
-    """The load of each shard, from the load of each slot."""
     sums = [0.0, *accumulate(slots)]
     return [sums[last] - sums[first] for first, last in pairwise((*layout, len(slots)))]
 

@@ -68,7 +68,7 @@ def _union(finding: Finding, old: Schema, context: _Context, *, new_reads: bool)
         yield [_replace(finding.site, [value_at(context.document, finding.site), context.render(old)])]
 
 
-def fields_put_back(findings: Iterable[Finding], document: Json, known: set[str], most: int) -> Patch:
+def fields_put_back(findings: Iterable[Finding], known: set[str], most: int) -> Patch:
     """The lost fields of these findings in one patch, which defines each named type once. Stops at so many fields."""
     known, patch = set(known), Patch()
     for finding in findings:

@@ -63,81 +63,39 @@ def quote(text: str) -> str:
 
 def parsing_form(schema: nodes.Schema) -> str:
     """Avro's parsing canonical form."""
-    parts: list[str] = []
-    _parsing(schema, set(), parts)
-    return "".join(parts)
-
-
-def _parsing(schema: nodes.Schema, known: set[str], parts: list[str]) -> None:
-    add = parts.append
-    match schema:
-        case nodes.Union():
-            add("[")
-            for index, branch in enumerate(schema.branches):
-                if index:
-                    add(",")
-                _parsing(branch, known, parts)
-            add("]")
-        case nodes.Array():
-            add('{"type":"array","items":')
-            _parsing(schema.items, known, parts)
-            add("}")
-        case nodes.Map():
-            add('{"type":"map","values":')
-            _parsing(schema.values, known, parts)
-            add("}")
-        case nodes.Named():
-            if schema.name in known:
-                add(f'"{schema.name}"')
-                return
-            known.add(schema.name)
-            add(f'{{"name":"{schema.name}","type":"{schema.type}"')
-            _parsing_body(schema, known, parts)
-            add("}")
-        case _:
-            add(f'"{schema.type}"')
-
-
-def _parsing_body(schema: nodes.Named, known: set[str], parts: list[str]) -> None:
-    match schema:
-        case nodes.Enum():
-            parts.append(f',"symbols":[{",".join(quote(symbol) for symbol in schema.symbols)}]')
-        case nodes.Fixed():
-            parts.append(f',"size":{schema.size}')
-        case nodes.Record():
-            parts.append(',"fields":[')
-            for index, item in enumerate(schema.fields):
-                parts.append(f'{"," if index else ""}{{"name":"{item.name}","type":')
-                _parsing(item.type, known, parts)
-                parts.append("}")
-            parts.append("]")
+    return _written(schema, full=False)
 
 
 def resolution_form(schema: nodes.Schema) -> str:
     """Our canonical text, see the top of this module."""
+    return _written(schema, full=True)
+
+
+def _written(schema: nodes.Schema, *, full: bool) -> str:
+    """full: with defaults, aliases and logical types, which the parsing form does not have."""
     parts: list[str] = []
-    _resolution(schema, set(), parts)
+    _write(schema, set(), parts, full=full)
     return "".join(parts)
 
 
-def _resolution(schema: nodes.Schema, known: set[str], parts: list[str]) -> None:
+def _write(schema: nodes.Schema, known: set[str], parts: list[str], *, full: bool) -> None:
     add = parts.append
-    logical = _logical(schema)
+    logical = _logical(schema) if full else ""
     match schema:
         case nodes.Union():
             add("[")
             for index, branch in enumerate(schema.branches):
                 if index:
                     add(",")
-                _resolution(branch, known, parts)
+                _write(branch, known, parts, full=full)
             add("]")
         case nodes.Array():
             add('{"type":"array","items":')
-            _resolution(schema.items, known, parts)
+            _write(schema.items, known, parts, full=full)
             add(logical + "}")
         case nodes.Map():
             add('{"type":"map","values":')
-            _resolution(schema.values, known, parts)
+            _write(schema.values, known, parts, full=full)
             add(logical + "}")
         case nodes.Named():
             if schema.name in known:
@@ -145,16 +103,16 @@ def _resolution(schema: nodes.Schema, known: set[str], parts: list[str]) -> None
                 return
             known.add(schema.name)
             add(f'{{"name":"{schema.name}","type":"{schema.type}"')
-            _resolution_body(schema, known, parts)
-            add(_aliases(schema.aliases) + logical + "}")
+            _write_body(schema, known, parts, full=full)
+            add(f"{_aliases(schema.aliases) if full else ''}{logical}}}")
         case _:
             add(f'{{"type":"{schema.type}"{logical}}}' if logical else f'"{schema.type}"')
 
 
-def _resolution_body(schema: nodes.Named, known: set[str], parts: list[str]) -> None:
+def _write_body(schema: nodes.Named, known: set[str], parts: list[str], *, full: bool) -> None:
     match schema:
         case nodes.Enum():
-            default = "" if schema.default is None else f',"default":{quote(schema.default)}'
+            default = f',"default":{quote(schema.default)}' if full and schema.default is not None else ""
             parts.append(f',"symbols":[{",".join(quote(symbol) for symbol in schema.symbols)}]{default}')
         case nodes.Fixed():
             parts.append(f',"size":{schema.size}')
@@ -162,10 +120,10 @@ def _resolution_body(schema: nodes.Named, known: set[str], parts: list[str]) -> 
             parts.append(',"fields":[')
             for index, item in enumerate(schema.fields):
                 parts.append(f'{"," if index else ""}{{"name":"{item.name}","type":')
-                _resolution(item.type, known, parts)
-                if item.has_default:
+                _write(item.type, known, parts, full=full)
+                if full and item.has_default:
                     parts.append(f',"default":{canonical_default(item.type, cast(Json, item.default))}')
-                parts.append(_aliases(item.aliases) + "}")
+                parts.append(f"{_aliases(item.aliases) if full else ''}}}")
             parts.append("]")
 
 

@@ -145,7 +145,7 @@ class _Pair:
             return None
         known, document = _names(self.new), self.new.origin.document
         lost = [group[0][0] for group in fields if not group[0][1]]
-        patch = fields_put_back(lost, document, known, MAX_OPERATIONS)
+        patch = fields_put_back(lost, known, MAX_OPERATIONS)
         for group in fields:
             if group[0][1] and not self.budget.is_over:
                 patch += next(candidates(group[0][0], document, new_reads=True, known=known), [])

@@ -174,7 +174,6 @@ class Record(Named):
 
     @cached_property
     def by_name(self) -> dict[str, Field]:
-        """The fields by their names."""
         return {item.name: item for item in self.fields}
 
 

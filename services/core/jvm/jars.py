@@ -161,7 +161,6 @@ class Jar:
 
     @property
     def file_name(self) -> str:
-        """The name of its file in the cache."""
         return f"{self.artifact}-{self.version}.jar"
 
 

@@ -31,11 +31,8 @@ class Failures:
             attempts = [FailedAttempt(at_ms // 1000 * 1000, reason) for at_ms, reason in attempts]
         packed = pack_attempts(attempts)
         for record in records:
-            try:
-                origin = Origin.unpack(record.header(ORIGIN) or b"")
-            except ValueError:
-                continue
-            if 0 <= origin.sequence < MAX_NUMBER:
+            origin = Origin.read(record.header(ORIGIN))
+            if origin is not None and 0 <= origin.sequence < MAX_NUMBER:
                 self._numbers((packed, origin.incarnation, origin.partition)).add(origin.sequence)
         self._check()
 

@@ -62,10 +62,7 @@ def add_read(sets: Sets, records: Sequence[Record], minute: int) -> None:
 
 
 def _origin(record: Record) -> Origin | None:
-    try:
-        return Origin.unpack(record.header(ORIGIN) or b"")
-    except ValueError:
-        return None
+    return Origin.read(record.header(ORIGIN))
 
 
 class LateStart:

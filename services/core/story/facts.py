@@ -58,7 +58,9 @@ class Event:
 
     @property
     def run(self) -> Origin | None:
-        return read_origin(self.origin)
+        """None without an origin, or where another program wrote something else."""
+        origin = Origin.read(self.origin)
+        return origin if origin is not None and 0 <= origin.sequence < MAX_NUMBER else None
 
     def owns(self, found: Found) -> bool:
         """Whether a record of a side topic is of this event: by origin, else by the place of the record that it names."""
@@ -67,15 +69,6 @@ class Event:
             return origin == self.origin
         places = [self.record, *(one for outputs in self.outputs.values() for one in outputs)]
         return source_of(found) in {str(one.position) for one in places if one is not None}
-
-
-def read_origin(packed: bytes | None) -> Origin | None:
-    """None when there is none, or another program wrote something else."""
-    try:
-        origin = None if packed is None else Origin.unpack(packed)
-    except ValueError:
-        return None
-    return origin if origin is not None and 0 <= origin.sequence < MAX_NUMBER else None
 
 
 def source_of(found: Found) -> str:

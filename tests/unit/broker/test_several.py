@@ -28,6 +28,7 @@ from services.core.broker.several import consumer as several_consumer
 from services.core.broker.several.broker import open_several
 from services.core.broker.several.brokers import Opening, Places
 from services.core.broker.several.consumer import Revocations, SeveralConsumer
+from tests.contract.traffic import ignore_revoke
 
 A, B = TopicPartition("a", 0), TopicPartition("b", 0)
 
@@ -80,13 +81,9 @@ class ScriptedConsumer:
         return {self.source: Lag(1, 0)}
 
 
-async def _ignore(_partitions: frozenset[TopicPartition]) -> None:
-    pass
-
-
 def _both() -> tuple[ScriptedConsumer, ScriptedConsumer, SeveralConsumer, Revocations]:
     first, second = ScriptedConsumer(A), ScriptedConsumer(B)
-    revocations = Revocations(_ignore)
+    revocations = Revocations(ignore_revoke)
     return first, second, SeveralConsumer([(first, ["a"]), (second, ["b"])], revocations), revocations
 
 
@@ -146,7 +143,7 @@ async def test_a_topic_moves_while_a_member_joins(tmp_path: Path, monkeypatch: p
                 yield consumer
 
         monkeypatch.setattr(own, "consumer", join_slowly)
-        async with broker.consumer("g", ["t"], start="earliest", on_revoke=_ignore) as consumer:
+        async with broker.consumer("g", ["t"], start="earliest", on_revoke=ignore_revoke) as consumer:
             with pytest.raises(HomeChanged, match="broker default"):
                 await consumer.poll(max_records=1, max_wait=0)
 

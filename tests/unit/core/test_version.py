@@ -1,7 +1,7 @@
 """What a newer version wrote: refused with a remedy where it would be misread, understood in part where it can be."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from zlib import crc32
 
@@ -12,14 +12,15 @@ from pyroaring import BitMap
 from services.core import metrics
 from services.core.audit import Entry, decode_entry
 from services.core.broker.connect import open_broker
-from services.core.broker.contract import TopicSpec
+from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.errors import BrokerError, NewerFormat
 from services.core.broker.log.high_water_marks import HighWaterMarks
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
-from services.core.freezes import Freeze, Freezes, write_freeze
+from services.core.freezes import Freeze, Freezes
+from services.core.homes import Homes, MigrationStep
 from services.core.ledger.report import BadReport, NewerReport, OriginSet, Report, decode_known, pack_numbers
-from services.core.pauses import Pause, Pauses, write_pause
+from services.core.pauses import Pause, Pauses, Versioned
 from services.core.snapshot import copy_in, write_snapshot
 from services.core.topic_names import CONTROL
 from services.core.version import newer_format
@@ -90,34 +91,50 @@ def test_what_is_no_report_is_not_called_newer(value: bytes) -> None:
     assert not isinstance(error.value, NewerReport)
 
 
-async def test_a_newer_pause_does_not_hide_the_others(tmp_path: Path) -> None:
-    """Broken: one record of a later version makes a paused destination run, or is passed over uncounted."""
-    before = counted("pause", "version"), counted("pause", "unreadable")
-    async with open_broker(f"log://{tmp_path}") as broker, Producer(broker.appender) as producer:
-        await broker.admin.create_topic(TopicSpec(CONTROL, 1))
-        await write_pause(producer, "p/d", Pause("paused", "operator", "ann", 1))
-        await write_pause(producer, "p/d", Pause("resumed", "operator", "ann", 2, version=2))
-        strange = Record(b"pause:p/d", b'{"state": "hushed", "reason": "x", "by": "y", "at": 3}', 3)
-        (await producer.send_to(CONTROL, {0: [strange]})).raise_first()
-        pauses = Pauses(broker.reader)
-        await pauses.refresh()
-    assert list(pauses.paused()) == ["p/d"]
-    assert (counted("pause", "version"), counted("pause", "unreadable")) == (before[0] + 1, before[1] + 1)
+async def _paused(broker: Broker) -> bool:
+    pauses = Pauses(broker.reader)
+    await pauses.refresh()
+    return "n" in pauses.paused()
 
 
-async def test_a_newer_freeze_is_not_applied(tmp_path: Path) -> None:
-    """Broken: an older autoscaler takes a change of a newer version for an end, and changes a group that a person froze."""
-    before = counted("freeze", "version"), counted("freeze", "unreadable")
+async def _frozen(broker: Broker) -> bool:
+    freezes = Freezes(broker.reader)
+    await freezes.refresh()
+    return "n" in freezes.in_force(4)
+
+
+async def _moving(broker: Broker) -> bool:
+    places = Homes({"n": "default"}, broker)
+    await places.refresh()
+    return places.home("n").state == "copying"
+
+
+@pytest.mark.parametrize(
+    ("kind", "known", "newer", "holds"),
+    [
+        ("pause", Pause("paused", "operator", "ann", 1), Pause("resumed", "operator", "ann", 2, version=2), _paused),
+        ("freeze", Freeze("frozen", "ann", 1, "load test"), Freeze("unfrozen", "ann", 2, version=2), _frozen),
+        ("home", MigrationStep("copying", "b", home="default"), MigrationStep("undone", of=0, version=2), _moving),
+    ],
+)
+async def test_a_newer_change_is_not_applied(
+    tmp_path: Path, kind: str, known: Versioned, newer: Versioned, holds: Callable[[Broker], Awaitable[bool]]
+) -> None:
+    """Broken: an older version takes a change of a newer one for an end: a paused destination runs, a group that a person froze
+    is changed; or it is passed over uncounted."""
+    before = counted(kind, "version"), counted(kind, "unreadable")
+    values = (
+        msgspec.json.encode(known),
+        msgspec.json.encode(newer),
+        b'{"state": "strange", "reason": "x", "by": "y", "at": 3}',
+    )
     async with open_broker(f"log://{tmp_path}") as broker, Producer(broker.appender) as producer:
         await broker.admin.create_topic(TopicSpec(CONTROL, 1))
-        await write_freeze(producer, "expel", Freeze("frozen", "ann", 1, "load test"))
-        await write_freeze(producer, "expel", Freeze("unfrozen", "ann", 2, version=2))
-        strange = Record(b"freeze:expel", b'{"state": "thawing", "by": "y", "at": 3}', 3)
-        (await producer.send_to(CONTROL, {0: [strange]})).raise_first()
-        freezes = Freezes(broker.reader)
-        await freezes.refresh()
-    assert list(freezes.in_force(4)) == ["expel"]
-    assert (counted("freeze", "version"), counted("freeze", "unreadable")) == (before[0] + 1, before[1] + 1)
+        (
+            await producer.send_to(CONTROL, {0: [Record(f"{kind}:n".encode(), value, 3) for value in values]})
+        ).raise_first()
+        assert await holds(broker)
+    assert (counted(kind, "version"), counted(kind, "unreadable")) == (before[0] + 1, before[1] + 1)
 
 
 async def test_a_newer_bookmark_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import orjson
 from aiohttp import web
 from standardwebhooks.webhooks import Webhook
 
+from tests.support.serving import serve_on_loopback
+
 DEADLINE = 600.0
 """Seconds that a condition may take before a test fails: generous, a busy machine is no defect."""
 
@@ -101,14 +103,9 @@ async def open_receiver(answer: Answer = accept, secret: str | None = None) -> A
     receiver = Receiver(answer, secret)
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post("/hook", receiver.handle)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        receiver.url = f"http://127.0.0.1:{runner.addresses[0][1]}/hook"
+    async with serve_on_loopback(app) as port:
+        receiver.url = f"http://127.0.0.1:{port}/hook"
         yield receiver
-    finally:
-        await runner.cleanup()
 
 
 Connection = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -3,8 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+from services.core.broker.contract import Broker
 from services.core.lifecycle import Supervision
+from services.core.pipes import load_pipes
+from services.core.provision import ensure_topics
 from services.expel.app import start
 from services.expel.settings import ExpelSettings
 
@@ -19,3 +23,16 @@ async def running_expel(settings: ExpelSettings) -> AsyncIterator[None]:
         finally:
             supervision.stopping.set()
             await running
+
+
+async def set_up_hook(folder: Path, broker: Broker, hook: str) -> ExpelSettings:
+    """A pipe file with one webhook, of this text, and its topics on the broker, a log in `folder`."""
+    path = folder / "pipes.yaml"
+    path.write_text(
+        f"streams: {{s: {{partitions: 1}}}}\n"
+        f"pipes: {{late: {{sources: [s], destinations: [{{name: hook, webhook: {hook}}}]}}}}"
+    )
+    await ensure_topics(broker.admin, await asyncio.to_thread(load_pipes, path))
+    return ExpelSettings.model_validate(
+        {"pipes": path, "broker": f"log://{folder}/log", "drain": "2s", "allow_networks": "127.0.0.0/8"}
+    )

@@ -32,14 +32,12 @@ from services.core.credentials import (
 from services.core.destination_check import check_destinations, find_exposed_secrets
 from services.core.net_guard import NetPolicy
 from services.core.pipe_webhook import Secret, Tls, Webhook
-from services.core.pipes import PipeFile, load_pipes
-from services.core.provision import ensure_topics
+from services.core.pipes import PipeFile
 from services.core.yaml_source import BadConfiguration, parse_yaml, validate_document
-from services.expel.settings import ExpelSettings
 from tests.support.waiting_events import store, stored
 from tests.unit.expel.fake_sender import make_record
 from tests.unit.expel.receiver import Received, open_receiver, wait_until
-from tests.unit.expel.running_expel import running_expel
+from tests.unit.expel.running_expel import running_expel, set_up_hook
 
 GOOD = """\
 streams: {s: {}}
@@ -197,21 +195,15 @@ def test_tls_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monke
         read_tls(Tls(ca=Path("a.pem")), tmp_path)
 
 
+def make_certificate(path: Path) -> None:
+    """`path`.pem, signed by itself, and its `path`.key."""
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", f"{path}.key")
+    subprocess.run(["openssl", "req", "-x509", *key, "-subj", "/CN=a", "-out", f"{path}.pem"], check=True)
+
+
 def test_a_bundle_of_authorities_with_comments(tmp_path: Path) -> None:
     """Broken: the usual form of such a file is refused."""
-    new = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-subj",
-        "/CN=a",
-    ]
-    subprocess.run([*new, "-keyout", tmp_path / "a.key", "-out", tmp_path / "a.pem"], check=True)
+    make_certificate(tmp_path / "a")
     (tmp_path / "a.key").chmod(0o600)
     write(tmp_path / "ca.pem", f"Müller AG\n{(tmp_path / 'a.pem').read_text()}" * 2, 0o644)
     read_tls(Tls(ca=Path("ca.pem"), certificate=Path("a.pem"), key=Path("a.key")), tmp_path)
@@ -242,19 +234,7 @@ def test_the_examples_of_the_page_are_good(tmp_path: Path) -> None:
     assert len(examples) == 4
     write(tmp_path / "billing.token", "T1\n")
     write(tmp_path / "billing.client-secret", "s3cret\n")
-    new = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-subj",
-        "/CN=a",
-    ]
-    subprocess.run([*new, "-keyout", tmp_path / "penstock.key", "-out", tmp_path / "penstock.pem"], check=True)
+    make_certificate(tmp_path / "penstock")
     shutil.copy(tmp_path / "penstock.pem", tmp_path / "company-ca.pem")
     for example in examples:
         assert mistakes(tmp_path, *example.splitlines(), environ={"BILLING_API_KEY": "k"}) == []
@@ -365,7 +345,6 @@ async def test_a_rotated_token_is_read_when_the_old_one_is_refused(
     """Broken: between a rotation and the next look at the file, each event is a dead letter; or dead letters show the token."""
     monkeypatch.setattr(file_watch, "READ_EVERY_S", 600.0)
     monkeypatch.setattr(authorization, "READ_TIMEOUT_S", 600.0)
-    path, url = tmp_path / "pipes.yaml", f"log://{tmp_path}/log"
     write(tmp_path / "token", "T1-secret-token")
     accepted = "T1-secret-token"
 
@@ -376,16 +355,9 @@ async def test_a_rotated_token_is_read_when_the_old_one_is_refused(
         )
 
     with structlog.testing.capture_logs() as logs:
-        async with open_receiver(answer) as receiver, open_broker(url) as broker:
+        async with open_receiver(answer) as receiver, open_broker(f"log://{tmp_path}/log") as broker:
             hook = f"{{url: '{receiver.url}', auth: {{bearer: {{file: token}}}}, schedule: [], retry: {{attempts: 1}}}}"
-            path.write_text(
-                f"streams: {{s: {{partitions: 1}}}}\n"
-                f"pipes: {{late: {{sources: [s], destinations: [{{name: hook, webhook: {hook}}}]}}}}"
-            )
-            await ensure_topics(broker.admin, await asyncio.to_thread(load_pipes, path))
-            settings = ExpelSettings.model_validate(
-                {"pipes": path, "broker": url, "drain": "2s", "allow_networks": "127.0.0.0/8"}
-            )
+            settings = await set_up_hook(tmp_path, broker, hook)
             async with running_expel(settings):
                 for number, token in enumerate(("T1-secret-token", "T2-secret-token")):
                     accepted = token

@@ -27,11 +27,12 @@ from services.core.pipe_stream import Stream
 from services.core.pipe_topic import TopicTarget
 from services.core.times import format_time
 from services.expel.delivery import Delivery, OffsetRun
-from services.expel.dispatcher import Dispatcher
+from services.expel.dispatcher import Dispatcher, LaneConfig
 from services.expel.lane import Lane
 from services.expel.metrics import LaneLedger, LaneMetrics
 from services.expel.stream_sender import StreamSender, TopicSender
 from services.expel.throttle import SendThrottle
+from tests.contract.traffic import ignore_revoke
 from tests.support.memory_appender import MemoryAppender
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.expel.fake_sender import FakeSender, make_shape
@@ -63,6 +64,31 @@ def told(reports: list[Report], node: str, outcome: str) -> BitMap:
     return found
 
 
+async def settle_all(
+    broker: FakeBroker, producer: Producer, telling: Producer, shape: LaneConfig, sender: FakeSender | StreamSender
+) -> None:
+    """A lane runs until it has committed all that is stored. telling: for its reports."""
+    ledger = LaneLedger.open(telling, broker, "i", "late", "hook", ["s"], topics_of_others=["s"])  # type: ignore[arg-type]
+    meter, throttle = LaneMetrics("late", "hook", ledger=ledger), SendThrottle("late", "hook")
+    lane = Lane(
+        broker,  # type: ignore[arg-type]
+        "late",
+        "hook",
+        ["s"],
+        "earliest",
+        meter,
+        lambda: Dispatcher(shape, sender, broker, producer, meter, throttle),  # type: ignore[arg-type]
+        0.01,
+    )
+    stopping = asyncio.Event()
+    task = asyncio.create_task(lane.run(stopping, 5.0))
+    try:
+        await wait_until(lambda: broker.committed.get(("late.hook", P0), -1) == len(broker.stored[P0]) - 1)
+    finally:
+        stopping.set()
+        await task
+
+
 async def test_every_record_is_accepted_and_settled() -> None:
     """Broken: a tombstone or a bad record stops the lane, or is in the loss table as missing."""
     now = int(time.time() * 1000)
@@ -71,30 +97,8 @@ async def test_every_record_is_accepted_and_settled() -> None:
     values = [b'{"id": "a"}', None, b'{"id": []}', b"no json", None]
     broker.stored[P0] += read(*(Record(b"k", value, now) for value in values))
     async with Producer(broker.appender) as producer, Producer(telemetry) as telling:
-        ledger = LaneLedger.open(telling, broker, "i", "late", "hook", ["s"], topics_of_others=["s"])  # type: ignore[arg-type]
-        meter, shape, sender = (
-            LaneMetrics("late", "hook", ledger=ledger),
-            make_shape(topics_of_others=frozenset({"s"})),
-            RealRendering(),
-        )
-        throttle = SendThrottle("late", "hook")
-        lane = Lane(
-            broker,  # type: ignore[arg-type]
-            "late",
-            "hook",
-            ["s"],
-            "earliest",
-            meter,
-            lambda: Dispatcher(shape, sender, broker, producer, meter, throttle),  # type: ignore[arg-type]
-            0.01,
-        )
-        stopping = asyncio.Event()
-        task = asyncio.create_task(lane.run(stopping, 5.0))
-        try:
-            await wait_until(lambda: broker.committed.get(("late.hook", P0), -1) == len(values) - 1)
-        finally:
-            stopping.set()
-            await task
+        shape, sender = make_shape(topics_of_others=frozenset({"s"})), RealRendering()
+        await settle_all(broker, producer, telling, shape, sender)
     assert sender.taken == ["a"]
     letters = broker.stored[TopicPartition("late.dead", 0)]
     assert [(letter.header(REASON), letter.header(DETAIL)) for letter in letters] == [
@@ -120,27 +124,9 @@ async def test_deletes_in_a_topic_of_others_delete_in_our_table() -> None:
     values = [(b"k", b'{"id": "a"}'), (b"k", None), (None, None), (b"", None)]
     broker.stored[P0] += read(*(Record(key, value, int(time.time() * 1000)) for key, value in values))
     async with Producer(stored) as producer, Producer(telemetry) as telling:
-        ledger = LaneLedger.open(telling, broker, "i", "late", "hook", ["s"], topics_of_others=["s"])  # type: ignore[arg-type]
-        meter = LaneMetrics("late", "hook", ledger=ledger)
         shape = make_shape(topics_of_others=frozenset({"s"}), takes_tombstones=True)
-        sender, throttle = StreamSender(producer, None, "t", compact=True), SendThrottle("late", "hook")
-        lane = Lane(
-            broker,  # type: ignore[arg-type]
-            "late",
-            "hook",
-            ["s"],
-            "earliest",
-            meter,
-            lambda: Dispatcher(shape, sender, broker, producer, meter, throttle),  # type: ignore[arg-type]
-            0.01,
-        )
-        stopping = asyncio.Event()
-        task = asyncio.create_task(lane.run(stopping, 5.0))
-        try:
-            await wait_until(lambda: broker.committed.get(("late.hook", P0), -1) == len(values) - 1)
-        finally:
-            stopping.set()
-            await task
+        sender = StreamSender(producer, None, "t", compact=True)
+        await settle_all(broker, producer, telling, shape, sender)
     assert [(record.key, record.value) for record in stored.records("t")] == values[:2]
     reports = [decode_report(record.value) for record in telemetry.records(TELEMETRY)]
     assert told(reports, "expel", "delivered") == BitMap([0, 1])
@@ -162,10 +148,6 @@ async def test_old_events_are_outside_of_the_loss_table() -> None:
     assert told(reports, "ingest", "accepted") == BitMap([2, 3, 4])
 
 
-async def ignore(_leaving: frozenset[TopicPartition]) -> None:
-    return
-
-
 async def store(broker: LogBroker, first: int, count: int) -> None:
     """Records as the Kafka backend gives them, at these offsets."""
     values = [Record(None, b"{}", int(time.time() * 1000))] * (first + count)
@@ -175,7 +157,7 @@ async def store(broker: LogBroker, first: int, count: int) -> None:
 async def join_and_read(broker: LogBroker, count: int) -> list[int]:
     """A member of the late group: reads so many records and leaves without a commit. Gives their offsets."""
     found: list[int] = []
-    async with broker.consumer("late.hook", ["s"], start="latest", on_revoke=ignore) as consumer:
+    async with broker.consumer("late.hook", ["s"], start="latest", on_revoke=ignore_revoke) as consumer:
         while not consumer.assignment() or len(found) < count:
             for batch in await consumer.poll(max_records=10, max_wait=0.1):
                 found += batch.offsets
@@ -238,7 +220,7 @@ async def test_a_late_start_beside_members_skips_what_came_meanwhile(tmp_path: P
             await broker.admin.create_topic(TopicSpec(topic, 1))
         await store(broker, 0, 5)
         late = LateStart(broker, "late.hook", ["s"])
-        async with broker.consumer("late.hook", ["s"], start="latest", on_revoke=ignore) as member:
+        async with broker.consumer("late.hook", ["s"], start="latest", on_revoke=ignore_revoke) as member:
             while not member.assignment():
                 await member.poll(max_records=10, max_wait=0.1)
             late._ends = {"s": {0: 3}}  # it had found the end before two more came and the member joined

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.expel.throttle import MIN_SHED_RATE, SHED_AFTER_S, TURN_S, LoadShedder
-from tests.unit.expel.test_throttle import Clock
+from tests.support.clock import Clock
 
 
 def put_away(shedder: LoadShedder, clock: Clock, seconds: float, arriving: float, lane: float = math.inf) -> float:

@@ -23,17 +23,14 @@ from services.core.http_failure import Failure
 from services.core.net_guard import NetPolicy
 from services.core.oauth import MAX_TOKEN_RESPONSE, OAuthClient
 from services.core.pipe_webhook import OAuth, Secret
-from services.core.pipes import load_pipes
-from services.core.provision import ensure_topics
 from services.core.resolver import Resolver
 from services.core.signing import SigningKeys
-from services.expel.settings import ExpelSettings
 from services.expel.webhook.body import make_format
 from services.expel.webhook.sender import WebhookSender, read_outcome
 from tests.support.waiting_events import store, stored
 from tests.unit.expel.fake_sender import make_record
 from tests.unit.expel.receiver import Received, hang, open_receiver, open_socket_server, wait_until
-from tests.unit.expel.running_expel import running_expel
+from tests.unit.expel.running_expel import running_expel, set_up_hook
 from tests.unit.expel.test_webhook import LOCAL, deliver, failure, record
 
 SECRET = "s3cret/with+signs%20and spaces"
@@ -444,8 +441,7 @@ async def test_a_secret_that_is_quoted_in_another_form(quoted: str) -> None:
 
 async def test_events_wait_while_there_is_no_token(tmp_path: Path) -> None:
     """Broken: an outage of the token server makes dead letters of all events, or the secret is in a log or a topic."""
-    path, url = tmp_path / "pipes.yaml", f"log://{tmp_path}/log"
-    secret = tmp_path / "client.secret"
+    url, secret = f"log://{tmp_path}/log", tmp_path / "client.secret"
     secret.touch(mode=0o600)
     secret.write_text(SECRET + "\n")
     tokens: dict[str, object] = {"error": "invalid_client", "error_description": SECRET}
@@ -459,14 +455,7 @@ async def test_events_wait_while_there_is_no_token(tmp_path: Path) -> None:
                 f"{{oauth: {{token_url: '{server.url}', client_id: penstock, client_secret: {{file: client.secret}}}}}}"
             )
             hook = f"{{url: '{receiver.url}', auth: {auth}, retry: {{attempts: 2, base: 1ms}}}}"
-            path.write_text(
-                f"streams: {{s: {{partitions: 1}}}}\n"
-                f"pipes: {{late: {{sources: [s], destinations: [{{name: hook, webhook: {hook}}}]}}}}"
-            )
-            await ensure_topics(broker.admin, await asyncio.to_thread(load_pipes, path))
-            settings = ExpelSettings.model_validate(
-                {"pipes": path, "broker": url, "drain": "2s", "allow_networks": "127.0.0.0/8"}
-            )
+            settings = await set_up_hook(tmp_path, broker, hook)
             await store(broker, "s", [make_record(number) for number in range(5)])
             async with running_expel(settings):
                 await wait_until(lambda: len(server.requests) >= 2)

@@ -12,15 +12,13 @@ from prometheus_client import REGISTRY
 from services.core import file_watch
 from services.core.broker.connect import open_broker
 from services.core.pipe_webhook import Secret
-from services.core.pipes import load_pipes
-from services.core.provision import ensure_topics
 from services.core.signing import BadSecret, BadSignature, SigningKey, SigningKeys, verify, watch_secret
 from services.expel.plan import read_plan, watch_secrets
 from services.expel.settings import ExpelSettings
 from tests.support.waiting_events import store
 from tests.unit.expel.fake_sender import make_record
 from tests.unit.expel.receiver import Received, open_receiver, wait_until
-from tests.unit.expel.running_expel import running_expel
+from tests.unit.expel.running_expel import running_expel, set_up_hook
 
 OLD, NEW = ("whsec_" + base64.b64encode(letter * 24).decode() for letter in (b"o", b"n"))
 
@@ -56,18 +54,10 @@ def age(name: str) -> float:
 
 async def test_a_rotation_needs_no_restart(tmp_path: Path) -> None:
     """Broken: a secret that leaked is taken out of the file, and expel signs with it until somebody restarts it."""
-    path, url = tmp_path / "pipes.yaml", f"log://{tmp_path}/log"
     write_secret(tmp_path / "hook.secret", OLD)
-    async with open_receiver() as receiver, open_broker(url) as broker:
+    async with open_receiver() as receiver, open_broker(f"log://{tmp_path}/log") as broker:
         hook = f"{{url: '{receiver.url}', secret: {{file: hook.secret}}, batch: {{max_events: 1}}}}"
-        path.write_text(
-            f"streams: {{s: {{partitions: 1}}}}\n"
-            f"pipes: {{late: {{sources: [s], destinations: [{{name: hook, webhook: {hook}}}]}}}}"
-        )
-        await ensure_topics(broker.admin, await asyncio.to_thread(load_pipes, path))
-        settings = ExpelSettings.model_validate(
-            {"pipes": path, "broker": url, "drain": "2s", "allow_networks": "127.0.0.0/8"}
-        )
+        settings = await set_up_hook(tmp_path, broker, hook)
         async with running_expel(settings):
 
             async def signers() -> set[str]:

@@ -16,16 +16,7 @@ from services.expel.circuit_breaker import FIRST_WAIT_S, MAX_WAIT_S, MIN_ATTEMPT
 from services.expel.retry_policy import Outcome, fail_by_status
 from services.expel.slow_start import AT_CAP_S, LEAST_CAP, MAX_FACTOR, ROUND_S, SlowStart
 from services.expel.throttle import FailureNotice, SendThrottle
-
-
-class Clock:
-    """Monotonic seconds that stand still until told."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from services.core.net_guard import NetPolicy, parse_networks
 from services.core.pipe_webhook import Tls, Webhook
 from services.core.resolver import AddressInfo, Resolver
 from tests.support.authority import Authority
+from tests.support.serving import serve_on_loopback
 
 LOCAL = NetPolicy(allow=parse_networks("127.0.0.0/8"))
 NAME = "receiver.test"
@@ -76,16 +77,11 @@ async def open_client(
         context.load_verify_locations(clients)
     app = web.Application(client_max_size=1 << 24)
     app.router.add_post("/hook", handle)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
-        url = f"https://{host}:{runner.addresses[0][1]}/hook"
+    async with serve_on_loopback(app, tls=context) as port:
+        url = f"https://{host}:{port}/hook"
         find_tls = None if tls is None else lambda: tls.current
         with HttpClient(url, policy=LOCAL, resolver=OURS, timeout=20, headers={}, tls=find_tls) as client:
             yield client, bodies
-    finally:
-        await runner.cleanup()
 
 
 @pytest.mark.usefixtures("trusted")

@@ -8,8 +8,8 @@ from itertools import count
 class FakeClock:
     """`services.global_retrier.clock.Clock` by hand."""
 
-    def __init__(self, now_ms: int = 1_800_000_000_000) -> None:
-        self._now = now_ms
+    def __init__(self) -> None:
+        self._now = 1_800_000_000_000
         self._sleepers: list[tuple[int, int, asyncio.Future[None]]] = []
         self._number = count()
 

@@ -20,6 +20,7 @@ from services.global_retrier.delay_queue import DELAY_BY_TOPIC
 from services.global_retrier.metrics import RetrierMetrics
 from services.global_retrier.mover import Mover
 from services.global_retrier.retrier import RetrierProcessor
+from tests.contract.traffic import ignore_revoke
 from tests.unit.global_retrier.fake_clock import FakeClock
 
 DEADLINE_S = 600.0
@@ -164,13 +165,12 @@ class River:
         end = (await self.broker.reader.describe(topic))[0].end
         found: list[Record] = []
 
-        async def nothing(_lost: frozenset[TopicPartition]) -> None:
-            return
-
         start = self._read.get(topic, 0)
         if end == start:
             return []
-        async with self.broker.consumer(f"test-{topic}", [topic], start="earliest", on_revoke=nothing) as consumer:
+        async with self.broker.consumer(
+            f"test-{topic}", [topic], start="earliest", on_revoke=ignore_revoke
+        ) as consumer:
             while len(found) < end - start:
                 for batch in await consumer.poll(max_records=10_000, max_wait=1):
                     found += batch.records

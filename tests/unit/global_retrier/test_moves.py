@@ -22,6 +22,7 @@ from services.global_retrier.delay_queue import GATHER_MS, MAX_BYTES
 from services.global_retrier.metrics import RetrierLedger, RetrierMetrics
 from services.global_retrier.mover import Mover
 from services.global_retrier.retrier import RetrierProcessor
+from tests.contract.traffic import ignore_revoke
 from tests.support.memory_appender import MemoryAppender
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.global_retrier.fake_clock import FakeClock
@@ -269,7 +270,7 @@ async def test_a_commit_that_waited_for_its_report_is_not_made_on_a_topic_made_a
         processor = RetrierProcessor(broker, mover, meter, clock)  # type: ignore[arg-type]
         membership, tracker = Membership(RETRIER_GROUP, processor, 600.0, lambda _is_up: None), processor.tracker
         async with broker.consumer(
-            RETRIER_GROUP, [kept.topic, anew.topic], start="earliest", on_revoke=ignore
+            RETRIER_GROUP, [kept.topic, anew.topic], start="earliest", on_revoke=ignore_revoke
         ) as member:
             for source in (kept, anew):
                 tracker.add(Batch(*source, range(3), [Record(None, b"", 0)] * 3))
@@ -316,7 +317,7 @@ async def test_a_move_whose_revocation_was_cut_off_settles_nothing() -> None:
         mover = Mover(producer, broker.admin, meter, clock)  # type: ignore[arg-type]
         processor = RetrierProcessor(broker, mover, meter, clock)  # type: ignore[arg-type]
         membership, stopping = Membership(RETRIER_GROUP, processor, 600.0, lambda _is_up: None), asyncio.Event()
-        async with broker.consumer(RETRIER_GROUP, [source.topic], start="earliest", on_revoke=ignore) as member:
+        async with broker.consumer(RETRIER_GROUP, [source.topic], start="earliest", on_revoke=ignore_revoke) as member:
             running = asyncio.create_task(membership.run(member, stopping, 0.05))
             while processor._group is None:
                 await asyncio.sleep(0)
@@ -339,7 +340,3 @@ async def test_a_move_whose_revocation_was_cut_off_settles_nothing() -> None:
             assert broker.commits == []
             stopping.set()
             await running
-
-
-async def ignore(_partitions: frozenset[TopicPartition]) -> None:
-    """Nothing in flight."""

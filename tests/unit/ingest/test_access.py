@@ -7,20 +7,11 @@ import pytest
 
 from services.core.keys import ApiKey, KeyRing, make_key
 from services.ingest.access import Access
+from tests.support.clock import Clock
 from tests.support.raw_http import make_request
 from tests.unit.ingest.service import Service, running
 
 CREATED = "2026-01-02T03:04:05Z"
-
-
-class Clock:
-    """Monotonic seconds that a test turns."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Keys:

@@ -25,6 +25,7 @@ from services.core.keys import ApiKey, KeyRing, add_key, expire_key, load_keys, 
 from services.core.times import format_time
 from services.core.yaml_source import BadConfiguration
 from services.ingest.access import Access
+from tests.support.clock import Clock
 
 CREATED = "2026-01-02T03:04:05Z"
 
@@ -210,16 +211,6 @@ def test_changes_at_once_all_count(tmp_path: Path) -> None:
     assert len(load_keys(path)) == 9
 
 
-class Clock:
-    """Monotonic seconds, as a test sets them."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @dataclass
 class Watched:
     """A keys file that is watched."""
@@ -240,7 +231,7 @@ class Watched:
 @asynccontextmanager
 async def watched(path: Path) -> AsyncIterator[Watched]:
     """Watch a keys file that exists until the context is left."""
-    access, clock, stopping = Access(KeyRing([])), Clock(), asyncio.Event()
+    access, clock, stopping = Access(KeyRing([])), Clock(0.0), asyncio.Event()
     watch = watch_keys("ingest", path, access, clock)
     await watch.load()
     async with asyncio.timeout(600), asyncio.TaskGroup() as group:

@@ -11,7 +11,6 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-import aiokafka.client
 import pytest
 from aiokafka import AIOKafkaConsumer
 from aiokafka import errors as kafka
@@ -21,7 +20,6 @@ from aiokafka.consumer.fetcher import Fetcher, FetchResult, PartitionRecords
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.protocol.admin import ApiVersionRequest
 from aiokafka.protocol.metadata import MetadataRequest
-from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from services.core.broker.kafka.aiokafka_client import _bootstrap, _create_connection, _write_request
 
@@ -58,13 +56,6 @@ def test_a_part_of_aiokafka_is_the_one_that_was_read(part: Callable[..., Any]) -
     """If it fails, aiokafka changed a part that our code uses: read it, then write its new digest here."""
     digest = hashlib.sha256(inspect.getsource(part).encode()).hexdigest()[:12]
     assert digest == _READ[part], f"{part.__qualname__} of aiokafka {version('aiokafka')}: {digest}"
-
-
-def test_metadata_is_asked_for_without_creating_topics() -> None:
-    """If it fails, a reader creates a topic again that was just deleted, empty."""
-    request = aiokafka.client.MetadataRequest(["t"])
-    assert request._allow_auto_topic_creation is False
-    assert DefaultRecordBatchBuilder(2, 0, 0, 1, 0, 0, 1000).size() > 0
 
 
 @asynccontextmanager

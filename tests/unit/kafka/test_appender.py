@@ -80,8 +80,7 @@ async def test_what_the_leader_may_have_written_is_unknown(
 ) -> None:
     """If it fails, a client is told "not stored" of events that arrive after the outage."""
     monkeypatch.setattr(appender, "_sender", answering([code]))
-    with pytest.raises(OutcomeUnknown):
-        await appender.append("s", 0, RECORDS[:3], timeout=5.0)
+    await append_in_doubt(appender)
 
 
 async def test_a_later_batch_in_doubt_leaves_the_first_stored_and_the_third_untried(
@@ -117,12 +116,16 @@ def sender(appender: KafkaAppender, monkeypatch: pytest.MonkeyPatch) -> Answerin
     return made
 
 
+async def append_in_doubt(appender: KafkaAppender, times: int = 1) -> None:
+    for _ in range(times):
+        with pytest.raises(OutcomeUnknown):
+            await appender.append("s", 0, RECORDS[:3], timeout=5.0)
+
+
 async def test_a_refused_repeat_frees_no_number(appender: KafkaAppender, sender: AnsweringSender) -> None:
     """If it fails, a 200 is a lost event: the next batch of equal size goes out under the number of one that Kafka has."""
     sender.codes = [REQUEST_TIMED_OUT, NOT_ENOUGH_REPLICAS, 0]
-    for _ in range(2):
-        with pytest.raises(OutcomeUnknown):
-            await appender.append("s", 0, RECORDS[:3], timeout=5.0)
+    await append_in_doubt(appender, 2)
     await appender.append("s", 0, OTHERS[:3], timeout=5.0)
     assert sender.batches == [(7, 0, 3), (7, 0, 3), (8, 0, 3)]
 
@@ -132,6 +135,13 @@ async def test_a_refused_repeat_frees_no_number(appender: KafkaAppender, sender:
     [
         *(UNKNOWN_TOPIC, NOT_LEADER, REQUEST_TIMED_OUT, MESSAGE_TOO_LARGE, NOT_ENOUGH_REPLICAS, UNAUTHORIZED),
         *(NOT_ENOUGH_REPLICAS_AFTER_APPEND, INVALID_TIMESTAMP, 2, 5, 18, 42, 56, 87, 89, -1),
+        *(
+            OUT_OF_ORDER,
+            UNKNOWN_PRODUCER,
+            47,
+            49,
+            90,
+        ),  # of a node that was replaced as leader, and answers from its old log
     ],
 )
 async def test_a_batch_in_doubt_goes_out_unchanged_until_it_is_stored(
@@ -139,26 +149,11 @@ async def test_a_batch_in_doubt_goes_out_unchanged_until_it_is_stored(
 ) -> None:
     """If it fails, a batch that Kafka may have is cut, numbered anew or called refused, whatever answer came in between."""
     sender.codes = [NOT_ENOUGH_REPLICAS_AFTER_APPEND, code, code, 0, 0]
-    for _ in range(3):
-        with pytest.raises(OutcomeUnknown):
-            await appender.append("s", 0, RECORDS[:3], timeout=5.0)
+    await append_in_doubt(appender, 3)
     appended = await appender.append("s", 0, RECORDS[:3], timeout=5.0)
     assert (appended.first, appended.last, appended.failed) == (9, 11, ())
     await appender.append("s", 0, OTHERS[:1], timeout=5.0)
     assert sender.batches == [(7, 0, 3)] * 4 + [(7, 3, 1)]
-
-
-@pytest.mark.parametrize("code", [OUT_OF_ORDER, UNKNOWN_PRODUCER, 47, 49, 90])
-async def test_a_number_that_a_leader_does_not_know_is_not_changed_while_its_batch_is_in_doubt(
-    appender: KafkaAppender, sender: AnsweringSender, code: int
-) -> None:
-    """If it fails, a node that was replaced as leader, and answers from its old log, has a batch stored twice."""
-    sender.codes = [REQUEST_TIMED_OUT, code, 0]
-    for _ in range(2):
-        with pytest.raises(OutcomeUnknown):
-            await appender.append("s", 0, RECORDS[:3], timeout=5.0)
-    await appender.append("s", 0, RECORDS[:3], timeout=5.0)
-    assert sender.batches == [(7, 0, 3)] * 3
 
 
 @pytest.mark.parametrize("code", [OUT_OF_ORDER, UNKNOWN_PRODUCER, 47, 49, 90, MESSAGE_TOO_LARGE, INVALID_TIMESTAMP])
@@ -182,9 +177,7 @@ async def test_an_outage_does_not_end_the_old_number(
     """If it fails, each outage of more than a minute stores batches twice."""
     monkeypatch.setattr(appender_module, "LONGEST_DOUBT_S", -1.0)
     sender.codes = [REQUEST_TIMED_OUT, code, 0]
-    for _ in range(2):
-        with pytest.raises(OutcomeUnknown):
-            await appender.append("s", 0, RECORDS[:3], timeout=5.0)
+    await append_in_doubt(appender, 2)
     await appender.append("s", 0, RECORDS[:3], timeout=5.0)
     assert sender.batches == [(7, 0, 3)] * 3
 
@@ -214,8 +207,7 @@ async def test_the_end_of_a_batch_in_doubt_brings_its_beginning_along(
 ) -> None:
     """If it fails, events are doubled because others of their batch ran out of time first."""
     sender.codes = [REQUEST_TIMED_OUT, 0, 0]
-    with pytest.raises(OutcomeUnknown):
-        await appender.append("s", 0, RECORDS[:3], timeout=5.0)
+    await append_in_doubt(appender)
     appended = await appender.append("s", 0, [*RECORDS[1:3], *OTHERS[:2]], timeout=5.0)
     assert (appended.first, appended.last) == (4, 7)
     assert sender.batches == [(7, 0, 3), (7, 0, 3), (7, 3, 2)]
@@ -236,8 +228,7 @@ async def test_an_attempt_that_never_left_settles_no_doubt(
 ) -> None:
     """If it fails, a partition without a leader makes "not stored" of a batch that the last leader may have written."""
     sender.codes = [REQUEST_TIMED_OUT, 0]
-    with pytest.raises(OutcomeUnknown):
-        await appender.append("s", 0, RECORDS[:3], timeout=5.0)
+    await append_in_doubt(appender)
 
     async def away(_target: object) -> int:
         raise Unavailable("no leader")
@@ -256,11 +247,9 @@ async def test_a_limit_that_was_lowered_cuts_no_batch_in_doubt(
 ) -> None:
     """If it fails, part of a batch goes out under the number of the whole, and Kafka refuses all that follows."""
     sender.codes = [REQUEST_TIMED_OUT, MESSAGE_TOO_LARGE, 0, 0, 0]
-    with pytest.raises(OutcomeUnknown):
-        await appender.append("s", 0, RECORDS[:3], timeout=5.0)
+    await append_in_doubt(appender)
     appender._limits.forget("s")
-    with pytest.raises(OutcomeUnknown):
-        await appender.append("s", 0, RECORDS[:3], timeout=5.0)
+    await append_in_doubt(appender)
     await appender.append("s", 0, RECORDS[:3], timeout=5.0)
     await appender.append("s", 0, OTHERS[:2], timeout=5.0)
     assert sender.batches == [(7, 0, 3)] * 3 + [(7, 3, 1), (7, 4, 1)]

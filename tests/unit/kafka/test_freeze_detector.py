@@ -5,13 +5,7 @@ import time
 import pytest
 
 from services.core.broker.kafka.consumer import FreezeDetector
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 def test_in_doubt_after_a_long_standstill_until_settled() -> None:

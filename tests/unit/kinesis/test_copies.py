@@ -16,8 +16,6 @@ from services.core.broker.kinesis.blocking import BlockingKinesis
 from services.core.broker.kinesis.leases import HeldLease, Lease, StartPosition
 from services.core.broker.kinesis.prefetch import Backlog, KnownEntries, ReadBudget
 from services.core.broker.kinesis.record_format import (
-    MAX_ENTRY_BYTES,
-    MAX_RECORD_BYTES,
     Packer,
     StoredEntry,
     make_entries,
@@ -56,14 +54,6 @@ def test_an_entry_without_a_name_is_as_it_was() -> None:
     data = _named(b"", 1, 2)
     assert data == Packer("0", 0, b"\xc1PS\x01").pack([part.data[4:] for part in unpack(data) or ()])
     assert not parse_entry(_row(1, data)).identity
-
-
-def test_the_largest_record_fits_with_a_name() -> None:
-    """If it fails, an event of the size that we promise to take is refused."""
-    largest = Record(b"k" * 100, b"x" * (MAX_RECORD_BYTES - 100), 1)
-    (entry,), refused = make_entries([largest], "0", 1 << 127, lambda _bodies: b"n" * 32)
-    assert not refused
-    assert len(entry.data) + 1 <= MAX_ENTRY_BYTES
 
 
 @pytest.mark.parametrize("tag", [b"", b"\xff", b"\x0a\x03abc", b"\x0a\x08penstock", b"\x08\x01", b"\x0a\x50short"])

@@ -16,9 +16,9 @@ from services.core.broker.kinesis.aws import SignedPost, Timing, classify
 from services.core.broker.kinesis.fan_out import SUBSCRIBED, FanOut, SubscribedSource, Subscription
 from services.core.broker.kinesis.shard_source import OLDEST
 from services.core.broker.kinesis.streams import Shard, Streams
+from tests.support.clock import Clock
 from tests.unit.kinesis.fake_shard import Hurried
 from tests.unit.kinesis.fake_stream import FakeStream
-from tests.unit.kinesis.test_pace import Clock
 
 TIMING = Timing()
 

@@ -12,6 +12,7 @@ from services.core.broker.kinesis.record_format import (
     FRAME_MAGIC,
     MAX_ENTRY_BYTES,
     MAX_RECORD_BYTES,
+    NAME_BYTES,
     BadAggregate,
     BadEntry,
     _read_frame,
@@ -77,7 +78,7 @@ def test_what_is_too_large_for_one_entry_becomes_several_in_order() -> None:
 def test_the_largest_record_fits() -> None:
     """If it fails, an event of the size that we promise to take is refused."""
     largest = Record(b"k" * 100, b"x" * (MAX_RECORD_BYTES - 100), 1)
-    (entry,), refused = make_entries([largest], KEY, HASH_KEY)
+    (entry,), refused = make_entries([largest], KEY, HASH_KEY, lambda _bodies: b"n" * NAME_BYTES)
     assert not refused
     assert len(entry.data) + len(KEY) <= MAX_ENTRY_BYTES
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from aiohttp import ClientSession, web
 
+from tests.support.clock import Clock
 from tests.support.kinesis_limits import PROVISIONED, KinesisLimits
-from tests.unit.kinesis.test_pace import Clock
+from tests.support.serving import serve_on_loopback
 
 _HALF = 1 << 127
 
@@ -87,15 +88,10 @@ async def _proxy() -> AsyncIterator[_Client]:
     emulator, clock = _Emulator(), Clock()
     app = web.Application(client_max_size=16 << 20)
     app.router.add_post("/", emulator.handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        limited = KinesisLimits(f"http://127.0.0.1:{runner.addresses[0][1]}", clock)
+    async with serve_on_loopback(app) as port:
+        limited = KinesisLimits(f"http://127.0.0.1:{port}", clock)
         async with limited.serve() as limits, ClientSession() as session:
             yield _Client(session, limits, emulator, clock)
-    finally:
-        await runner.cleanup()
 
 
 async def test_a_shard_takes_a_megabyte_a_second() -> None:

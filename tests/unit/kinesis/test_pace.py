@@ -1,16 +1,7 @@
 """How fast one shard is written to, in simulated time."""
 
 from services.core.broker.kinesis.pace import BYTES_PER_SECOND, ENTRIES_PER_SECOND, WritePace
-
-
-class Clock:
-    """Time that passes when told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 def send(pace: WritePace, clock: Clock, size: int, seconds: float) -> int:

@@ -26,6 +26,7 @@ from services.core.broker.kinesis.aws import (
     parse_refusal,
     sign,
 )
+from tests.support.serving import serve_on_loopback
 
 _WHEN = datetime(2026, 11, 21, 23, 59, 59, tzinfo=UTC)
 
@@ -61,15 +62,10 @@ async def _serving(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[_Serv
         monkeypatch.setenv(name, value)
     service, app = _Service(), web.Application()
     app.router.add_post("/", service.handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        endpoint = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with serve_on_loopback(app) as port:
+        endpoint = f"http://127.0.0.1:{port}"
         async with open_clients(parse_kinesis_url(kinesis_url(endpoint, endpoint)), 10.0) as clients:
             yield service, clients.put_records, endpoint.removeprefix("http://")
-    finally:
-        await runner.cleanup()
 
 
 async def test_what_is_sent_is_what_the_service_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from services.core.broker.kinesis import streams as streams_module
 from services.core.broker.kinesis.aws import Clients, PutRecords, Timing
 from services.core.broker.kinesis.resharding import KinesisResharding
 from services.core.broker.kinesis.streams import Shard, Streams
+from tests.support.clock import Clock
 from tests.unit.kinesis.fake_stream import FakeStream
-from tests.unit.kinesis.test_pace import Clock
 
 SYNC = Timing().sync
 OLD, NEW = Shard(0, (), 0, 9, is_open=True), Shard(1, (0,), 0, 9, is_open=True)

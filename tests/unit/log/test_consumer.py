@@ -26,6 +26,7 @@ from services.core.broker.log.repair import repair
 from services.core.broker.log.row_format import row_position
 from services.core.broker.log.topic_store import TopicStore
 from services.core.broker.record import TopicPartition
+from tests.contract.traffic import ignore_revoke
 from tests.unit.log.sample import records
 
 TIMING = Timing(lease=2.0, drain=5.0)
@@ -41,14 +42,10 @@ async def broker(tmp_path: Path) -> AsyncIterator[LogBroker]:
         yield opened
 
 
-async def ignore(partitions: frozenset[TopicPartition]) -> None:
-    """Nothing in flight."""
-
-
 @asynccontextmanager
 async def member(broker: LogBroker, *topics: str, group: str = "g") -> AsyncIterator[LogConsumer]:
     """A member from the earliest record."""
-    async with broker.consumer(group, topics, start="earliest", on_revoke=ignore) as consumer:
+    async with broker.consumer(group, topics, start="earliest", on_revoke=ignore_revoke) as consumer:
         yield consumer
 
 
@@ -144,7 +141,7 @@ async def test_a_topic_made_anew_is_read_in_order_from_its_beginning(
     async with (
         asyncio.timeout(DEADLINE),
         LogBroker.open(str(tmp_path), timing=TIMING) as another,  # as an operator's process
-        broker.consumer("g", ["visits"], start=start, on_revoke=ignore) as consumer,
+        broker.consumer("g", ["visits"], start=start, on_revoke=ignore_revoke) as consumer,
     ):
 
         async def read() -> None:
@@ -267,10 +264,10 @@ async def test_latest_means_the_same_after_a_crash_before_the_first_commit(tmp_p
     async with LogBroker.open(str(tmp_path), timing=TIMING) as broker:
         await broker.admin.create_topic(TopicSpec("visits", partitions=1))
         await fill(broker, "visits", 0, batches=1)
-        async with broker.consumer("g", ["visits"], start="latest", on_revoke=ignore):
+        async with broker.consumer("g", ["visits"], start="latest", on_revoke=ignore_revoke):
             pass
         await broker.appender.append("visits", 0, records(10, 10), timeout=600)
-        async with broker.consumer("g", ["visits"], start="latest", on_revoke=ignore) as consumer:
+        async with broker.consumer("g", ["visits"], start="latest", on_revoke=ignore_revoke) as consumer:
             (batch,) = await consumer.poll(max_records=100, max_wait=DEADLINE)
     assert list(batch.offsets) == list(range(10, 20))
 

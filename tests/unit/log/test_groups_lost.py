@@ -16,13 +16,10 @@ from services.core.broker.log.high_water_marks import HighWaterMarks
 from services.core.broker.log.repair import repair, verify
 from services.core.broker.log.topic_store import TopicStore
 from services.core.broker.record import TopicPartition
+from tests.contract.traffic import ignore_revoke
 from tests.unit.log.sample import TOPIC, records
 
 DEADLINE = 600.0
-
-
-async def ignore(partitions: frozenset[object]) -> None:
-    """Nothing in flight."""
 
 
 async def join(broker: LogBroker, group: str, wanted: int) -> list[int]:
@@ -30,7 +27,7 @@ async def join(broker: LogBroker, group: str, wanted: int) -> list[int]:
     found: list[int] = []
     async with (
         asyncio.timeout(DEADLINE),
-        broker.consumer(group, [TOPIC], start="latest", on_revoke=ignore) as consumer,
+        broker.consumer(group, [TOPIC], start="latest", on_revoke=ignore_revoke) as consumer,
     ):
         while len(found) < wanted:
             batches = await consumer.poll(max_records=100, max_wait=1.0)
@@ -187,7 +184,7 @@ async def test_a_repair_waits_for_members_to_leave(tmp_path: Path, monkeypatch: 
     async with LogBroker.open(str(tmp_path)) as broker:
         await broker.admin.create_topic(TopicSpec(TOPIC, partitions=2))
         await fill(broker, 0)
-        async with broker.consumer("g", [TOPIC], start="earliest", on_revoke=ignore) as consumer:
+        async with broker.consumer("g", [TOPIC], start="earliest", on_revoke=ignore_revoke) as consumer:
             while not (batches := await consumer.poll(max_records=10, max_wait=1.0)):
                 pass
             await asyncio.to_thread(alter_offsets, tmp_path)

@@ -13,6 +13,7 @@ from services.core.broker.log import LogBroker
 from services.core.broker.log.leases import Leases
 from services.core.broker.log.membership import Timing
 from services.core.broker.record import TopicPartition
+from tests.contract.traffic import ignore_revoke
 
 DEADLINE = 600.0
 
@@ -27,15 +28,12 @@ async def test_a_release_that_failed_is_tried_again(tmp_path: Path, monkeypatch:
             raise failures.pop()
         real(self, group, member, held, leave)
 
-    async def drain_nothing(partitions: frozenset[TopicPartition]) -> None:
-        pass
-
     monkeypatch.setattr(Leases, "release", release)
     async with LogBroker.open(str(tmp_path), timing=Timing(lease=3600)) as broker:
         await broker.admin.create_topic(TopicSpec("orders", partitions=4))
-        async with broker.consumer("g", ["orders"], start="earliest", on_revoke=drain_nothing) as first:
+        async with broker.consumer("g", ["orders"], start="earliest", on_revoke=ignore_revoke) as first:
             assert len(first.assignment()) == 4
-            async with broker.consumer("g", ["orders"], start="earliest", on_revoke=drain_nothing) as second:
+            async with broker.consumer("g", ["orders"], start="earliest", on_revoke=ignore_revoke) as second:
                 async with asyncio.timeout(DEADLINE):
                     while len(second.assignment()) < 2:
                         await asyncio.sleep(0.01)
@@ -47,14 +45,11 @@ async def test_a_release_that_failed_is_tried_again(tmp_path: Path, monkeypatch:
 async def test_members_that_join_at_once_share_their_files(tmp_path: Path) -> None:
     """If it fails, each lane of a process opens groups.db for itself, and all but one stay open until the process ends."""
 
-    async def ignore(partitions: frozenset[TopicPartition]) -> None:
-        pass
-
     async with LogBroker.open(str(tmp_path)) as broker:
         await broker.admin.create_topic(TopicSpec("orders"))
 
         async def join(group: str) -> None:
-            async with broker.consumer(group, ["orders"], start="earliest", on_revoke=ignore):
+            async with broker.consumer(group, ["orders"], start="earliest", on_revoke=ignore_revoke):
                 pass
 
         await asyncio.gather(*(join(f"g{number}") for number in range(4)))

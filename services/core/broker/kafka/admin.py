@@ -131,11 +131,9 @@ class KafkaAdmin:
         }
 
     async def present(self, topics: Collection[str]) -> frozenset[str]:
-        """As in the contract."""
         return frozenset(topics) & (await self._cluster.describe()).keys()
 
     async def add_partitions(self, topic: str, partitions: int) -> None:
-        """As in the contract."""
         now = len(await partitions_of(self._cluster, [topic]))
         if partitions <= now:
             raise ValueError(f"{topic} has {now} partitions; {partitions} is not more. Kafka cannot remove any")
@@ -146,22 +144,18 @@ class KafkaAdmin:
         await self._wait_for(topic, partitions)
 
     async def describe(self, topic: str) -> dict[int, PartitionRange]:
-        """As in the contract."""
         sources = await partitions_of(self._cluster, [topic])
         first = await list_offsets(self._cluster, dict.fromkeys(sources, EARLIEST))
         end = await ends(self._cluster, sources)
         return {source.partition: PartitionRange(first[source], end[source]) for source in sources}
 
     async def next_at_least(self, topic: str) -> dict[int, int]:
-        """As in the contract: the ends."""
         return {partition: stored.end for partition, stored in (await self.describe(topic)).items()}
 
     async def fence(self, topic: str) -> dict[int, int]:
-        """As in the contract: the ends."""
         return await self.next_at_least(topic)
 
     async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
-        """As in the contract."""
         sources = await partitions_of(self._cluster, [topic])
         found = await starts(self._cluster, sources, start)
         return {source.partition: found[source] for source in sources}
@@ -194,7 +188,6 @@ class KafkaAdmin:
         return sorted(found)
 
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
-        """As in the contract."""
         positions = {partition: last + 1 for partition, last in processed.items()}
         sources = [TopicPartition(topic, partition) for partition in positions]
         found = await self.begun.find(group, sources)  # before the commit: what can fail behind it is the record only
@@ -216,21 +209,17 @@ class KafkaAdmin:
     why_not_compact: str | None = None
 
     async def compacted(self, topics: Collection[str]) -> frozenset[str]:
-        """As in the contract. One request per topic."""
         states = await self._cluster.describe(list(topics))
         policies = {topic: await read_settings(self._cluster, topic, [CLEANUP]) for topic in states}
         return frozenset([topic for topic, found in policies.items() if "compact" in found[CLEANUP].split(",")])
 
     async def check_durability(self, topics: Collection[str]) -> None:
-        """As in the contract; see `topic_settings`."""
         await check_durability(self._cluster, topics)
 
     async def kept_by_event_time(self, topics: Collection[str]) -> frozenset[str]:
-        """As in the contract. One request per topic."""
         return await find_by_event_time(self._cluster, topics)
 
     async def keep_by_storing(self, topics: Collection[str]) -> None:
-        """As in the contract."""
         await keep_by_storing(self._cluster, topics)
 
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:

@@ -118,7 +118,6 @@ class Progress:
         self._failed: list[tuple[int, Exception]] = []
 
     def next_records(self, count: int) -> Sequence[Record]:
-        """The next `count` unsettled records."""
         if count == len(self.records):
             return self.records
         return self.records[self.done : self.done + count]
@@ -188,8 +187,6 @@ class _BadRecord(Exception):
 
 
 class KafkaAppender:
-    """See the module."""
-
     def __init__(self, cluster: Cluster, limits: TopicLimits, others: Collection[str] = ()) -> None:
         """others: the topics of others, whose records get no header of ours."""
         self._cluster, self._limits, self._others = cluster, limits, frozenset(others)

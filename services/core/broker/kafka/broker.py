@@ -66,7 +66,6 @@ class KafkaBroker:
             yield broker
 
     def is_contiguous(self, topic: str) -> bool:
-        """As in the contract."""
         return self.features.contiguous_offsets
 
     def consumer(

@@ -404,7 +404,6 @@ class KafkaConsumer:
             self._client.pause(KafkaPartition(*source))
 
     def resume(self, partitions: Collection[TopicPartition]) -> None:
-        """As in the contract."""
         for source in self._own.owned.intersection(partitions):
             self._own.paused.discard(source)
             if source not in self._own.failed:

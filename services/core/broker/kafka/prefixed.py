@@ -7,7 +7,7 @@ A topic of others is created, changed and deleted by nobody here (`broker.existi
 """
 
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 
 from services.core.broker.contract import (
@@ -80,8 +80,8 @@ class PrefixedBroker:
         self.admin = self.reader = _PrefixedAdmin(broker.admin, broker.reader, broker.appender, self._names)
 
     @asynccontextmanager
-    async def _join(
-        self, group: str, topics: Collection[str], start: Start, on_revoke: OnRevoke
+    async def consumer(
+        self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
     ) -> AsyncIterator[Consumer]:
         names = self._names
 
@@ -93,13 +93,7 @@ class PrefixedBroker:
             yield _PrefixedConsumer(consumer, names)
 
     def is_contiguous(self, topic: str) -> bool:
-        """As in the contract."""
         return self.features.contiguous_offsets
-
-    def consumer(
-        self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
-    ) -> AbstractAsyncContextManager[Consumer]:
-        return self._join(group, topics, start, on_revoke)
 
     async def probe(self, topic: str, *, timeout: float) -> None:
         await self._broker.probe(self._names.full(topic), timeout=timeout)

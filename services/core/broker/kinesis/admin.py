@@ -186,7 +186,6 @@ class KinesisAdmin:
         return await self._count_partitions(await self._list())
 
     async def present(self, topics: Collection[str]) -> frozenset[str]:
-        """As in the contract."""
         return frozenset(await self._count_partitions([name for name in await self._list() if name in topics]))
 
     async def _list(self) -> list[str]:
@@ -269,7 +268,6 @@ class KinesisAdmin:
         return await committed(member.table, stream.name)
 
     async def has_begun(self, group: str, topic: str) -> bool:
-        """As in the contract."""
         member = KinesisMemberBackend(self._shared, group)
         stream = await member.describe(topic)
         return await member.table.exists() and bool(by_stream(await member.table.rows(), stream.name))
@@ -325,14 +323,12 @@ class KinesisAdmin:
     )
 
     async def compacted(self, topics: Collection[str]) -> frozenset[str]:
-        """As in the contract: none is."""
         return frozenset()
 
     async def check_durability(self, topics: Collection[str]) -> None:
         """Nothing to check: Kinesis stores every record in three zones for its retention, whatever the settings."""
 
     async def kept_by_event_time(self, topics: Collection[str]) -> frozenset[str]:
-        """As in the contract: none."""
         return frozenset()
 
     async def keep_by_storing(self, topics: Collection[str]) -> None:

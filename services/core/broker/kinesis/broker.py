@@ -53,7 +53,6 @@ class KinesisBroker:
                 await broker._streams.close()
 
     def is_contiguous(self, topic: str) -> bool:
-        """As in the contract."""
         return self.features.contiguous_offsets
 
     def consumer(

@@ -45,11 +45,9 @@ class LogAdmin:
         return await self._readers.use(topic, lambda reader: reader.ranges())
 
     async def next_at_least(self, topic: str) -> dict[int, int]:
-        """As in the contract: the ends."""
         return {partition: stored.end for partition, stored in (await self.describe(topic)).items()}
 
     async def fence(self, topic: str) -> dict[int, int]:
-        """As in the contract: the ends."""
         return await self.next_at_least(topic)
 
     async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
@@ -122,7 +120,6 @@ class LogAdmin:
         """As in the contract: the log has no such settings, every append is on this disk."""
 
     async def kept_by_event_time(self, topics: Collection[str]) -> frozenset[str]:
-        """As in the contract: none."""
         return frozenset()
 
     async def keep_by_storing(self, topics: Collection[str]) -> None:

@@ -73,7 +73,6 @@ class LogBroker:
             await membership.leave()
 
     def is_contiguous(self, topic: str) -> bool:
-        """As in the contract."""
         return self.features.contiguous_offsets
 
     async def probe(self, topic: str, *, timeout: float) -> None:

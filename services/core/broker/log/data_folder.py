@@ -14,12 +14,13 @@
 import fcntl
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.core.broker.errors import BadDataFolder, UnknownTopic
+from services.core.broker.errors import BadDataFolder, Unavailable, UnknownTopic
 from services.core.folders import make_folder, sync_folder
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")
@@ -53,8 +54,6 @@ def is_topic_name(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TopicFiles:
-    """The files of one topic."""
-
     topic: str
     db: Path
     wal: Path
@@ -85,7 +84,6 @@ class DataFolder:
 
     @property
     def topics(self) -> Path:
-        """The folder of the topic files."""
         return self.root / "topics"
 
     @property
@@ -126,6 +124,25 @@ class DataFolder:
     def _files(name: str, folder: Path) -> TopicFiles:
         paths = (folder / f"{name}.{end}" for end in ("db", "db-wal", "db-shm", "hwm", "lock"))
         return TopicFiles(name, *paths)
+
+
+@contextmanager
+def locked(path: Path, wait_s: float, refusal: str) -> Iterator[None]:
+    """Hold a lock file alone, among all processes. Blocking: waits `wait_s` seconds. Raises Unavailable(refusal), OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + wait_s
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise Unavailable(refusal) from None
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(fd)
 
 
 def refuse_network(root: Path, mounts: str | None = None) -> None:

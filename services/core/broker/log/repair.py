@@ -3,17 +3,15 @@
 `verify` reads every record and compares it with its checksum; it may run beside a working fleet.
 """
 
-import fcntl
 import os
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
-from services.core.broker.errors import Unavailable, UnknownTopic
+from services.core.broker.errors import UnknownTopic
 from services.core.broker.log.clock import WallClock
-from services.core.broker.log.data_folder import DataFolder, TopicFiles
+from services.core.broker.log.data_folder import DataFolder, TopicFiles, locked
 from services.core.broker.log.groups import write_groups
 from services.core.broker.log.high_water_marks import HighWaterMarks
 from services.core.broker.log.scan import FolderReport, GroupScan, TopicReport, TopicScan, scan_groups
@@ -169,22 +167,7 @@ def _replace(folder: DataFolder, files: TopicFiles, draft: Path, incarnation: by
     sync_folder(files.db.parent)
 
 
-@contextmanager
-def _alone(files: TopicFiles) -> Iterator[None]:
+def _alone(files: TopicFiles) -> AbstractContextManager[None]:
     """Lock the file while no other process has it open. Raises Unavailable."""
-    fd = os.open(files.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    deadline = time.monotonic() + _LOCK_SECONDS
-    try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise Unavailable(
-                        f"{files.topic!r} is in use. Try: stopping the fleet, then repair again"
-                    ) from None
-                time.sleep(0.05)
-        yield
-    finally:
-        os.close(fd)
+    refusal = f"{files.topic!r} is in use. Try: stopping the fleet, then repair again"
+    return locked(files.lock, _LOCK_SECONDS, refusal)

@@ -19,19 +19,18 @@ import fcntl
 import os
 import random
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 from zlib import crc32
 
 import msgspec
 import structlog
 
-from services.core.broker.errors import BrokerError, DataDamaged, StorageFull, Unavailable, UnknownTopic
+from services.core.broker.errors import BrokerError, DataDamaged, StorageFull, UnknownTopic
 from services.core.broker.log.clock import WallClock, boot_id, boot_ms
 from services.core.broker.log.compaction import compact
-from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.data_folder import DataFolder, locked
 from services.core.broker.log.groups import first_unread
 from services.core.broker.log.row_format import MAX_OFFSET, row_position
 from services.core.broker.log.sqlite_file import classified
@@ -41,7 +40,7 @@ from services.core.metrics import LOG_COMPACTED, LOG_NOT_COMPACTED, LOG_RETENTIO
 
 _DELETE_ROWS = 64
 """Per transaction, so that appends never wait long for the write lock."""
-_PASS_MS = 60_000
+_PASS_S = 60.0
 """How long `retention_suspended` waits for a pass under way."""
 _UNREAD_FACTOR = 2
 """Unread records of a group are kept this many times as long as others."""
@@ -84,25 +83,10 @@ def apply_retention_once(folder: DataFolder, clock: WallClock, stop: threading.E
     return True
 
 
-@contextmanager
-def retention_suspended(folder: DataFolder) -> Iterator[None]:
+def retention_suspended(folder: DataFolder) -> AbstractContextManager[None]:
     """No process applies retention meanwhile. Blocking; waits a minute for a pass under way. Raises Unavailable, OSError."""
-    deadline = boot_ms() + _PASS_MS
-    fd = os.open(folder.root / "keeper.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if boot_ms() > deadline:
-                    raise Unavailable(
-                        f"{folder.root}: retention, or another backup, is at work. Try: again in a few minutes"
-                    ) from None
-                time.sleep(0.02)
-        yield
-    finally:
-        os.close(fd)
+    refusal = f"{folder.root}: retention, or another backup, is at work. Try: again in a few minutes"
+    return locked(folder.root / "keeper.lock", _PASS_S, refusal)
 
 
 def _enforce_all(folder: DataFolder, clock: WallClock, stop: threading.Event) -> None:

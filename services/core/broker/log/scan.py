@@ -94,7 +94,6 @@ class TopicScan:
             raise
 
     def close(self) -> None:
-        """Close the file."""
         if self.connection is not None:
             self.connection.close(True)
 

@@ -55,7 +55,6 @@ class TopicReader(OpenTopic):
 
     @property
     def store(self) -> TopicStore:
-        """The open file."""
         return self._store
 
     def refresh(self) -> int:
@@ -68,7 +67,6 @@ class TopicReader(OpenTopic):
         return store.meta.partitions
 
     def ranges(self) -> dict[int, PartitionRange]:
-        """The range of each partition now."""
         return {p: PartitionRange(head.start, head.next) for p, head in enumerate(self.heads())}
 
     def heads(self) -> list[Head]:

@@ -117,7 +117,6 @@ class TopicStore(DurableFile):
         return fetch(self.connection, "SELECT grp, crc FROM groups")
 
     def heads(self) -> list[Head]:
-        """The head of each partition now."""
         return [self._head(p, start, floor) for p, (start, floor) in enumerate(self.partition_starts())]
 
     def _head(self, partition: int, start: int, floor: int) -> Head:
@@ -131,8 +130,8 @@ class TopicStore(DurableFile):
         count, top_ts, stored_ms, total = (value if type(value) is int else 0 for value in rest)  # damage changes types
         return Head(start, max((pos & MAX_OFFSET) + count, floor), top_ts, stored_ms, total)
 
-    def check_tail(self) -> list[Head]:
-        """The heads, after making sure that nothing acknowledged is missing at the end of any partition.
+    def check_tail(self) -> None:
+        """Make sure that nothing acknowledged is missing at the end of any partition.
 
         Raises DataDamaged naming exactly the missing offsets: those between the end of the file and the mark, and the
         last row of a partition if it is altered.
@@ -156,7 +155,6 @@ class TopicStore(DurableFile):
                 "acknowledged records are missing. Try: penstock log verify, then penstock log repair",
             )
         self.marks.raise_to({p: head.next for p, head in enumerate(heads)}, len(heads))
-        return heads
 
     def sync_and_mark(self) -> None:
         """Sync and mark the records of a writer that ended between commit and mark. Raises Unavailable, DataDamaged."""
@@ -180,7 +178,6 @@ class OpenTopic:
         self._store = store
 
     def close(self) -> None:
-        """Close the files."""
         self._store.close()
 
     def __enter__(self) -> Self:
