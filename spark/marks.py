@@ -1,4 +1,4 @@
-"""The marks of the transforms that have begun (`services.core.transform_marks`), for the threads of jobs."""
+"""The marks of the transforms that have begun (`services.core.control.transform_marks`), for the threads of jobs."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -7,9 +7,9 @@ from typing import Any, Protocol, TypeVar
 from services.core.broker.contract import Reader
 from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer
-from services.core.state_plan import StatePlan
-from services.core.topic_names import CONTROL
-from services.core.transform_marks import SERVICE, TransformMark, TransformMarks, write_transform_mark
+from services.core.control.transform_marks import SERVICE, TransformMark, TransformMarks, write_transform_mark
+from services.core.pipe_file.state_plan import StatePlan
+from services.core.pipe_file.topic_names import CONTROL
 
 T = TypeVar("T")
 _ANSWER_S = 30.0

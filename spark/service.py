@@ -13,17 +13,17 @@ import structlog
 from aiohttp.web import RouteDef
 from pyspark.sql import SparkSession
 
-from services.core.bearer import Tokens, read_tokens
 from services.core.broker.producer import Producer
-from services.core.disk import show_disk
-from services.core.expected import show_expected
+from services.core.control.pauses import NOT_READ, Pauses
 from services.core.group_control import GroupControl, SizeRefused
-from services.core.lifecycle import Supervision, wait_for_stop
-from services.core.management import serve_management
-from services.core.pauses import NOT_READ, Pauses
-from services.core.pipes import load_pipes as load_pipe_file
-from services.core.rights import rights_of
-from services.core.startup import open_when_reachable
+from services.core.pipe_file.pipes import load_pipes as load_pipe_file
+from services.core.process.disk import show_disk
+from services.core.process.expected import show_expected
+from services.core.process.lifecycle import Supervision, wait_for_stop
+from services.core.process.management import serve_management
+from services.core.process.startup import open_when_reachable
+from services.core.security.bearer import Tokens, read_tokens
+from services.core.security.rights import rights_of
 from spark.brokers.contract import SparkBroker, open_spark_broker
 from spark.errors import shorten
 from spark.executor_group import ExecutorGroup

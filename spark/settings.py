@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from services.core.address import parse_address
-from services.core.pipe_table import Table, not_on_cluster
-from services.core.pipes import PipeFile, read_pipes
-from services.core.settings import Settings
+from services.core.http.address import parse_address
+from services.core.pipe_file.pipes import PipeFile, read_pipes
+from services.core.pipe_file.table import Table, not_on_cluster
+from services.core.process.settings import Settings
 from services.core.units import Duration, Size
 from services.core.yaml_source import BadConfiguration, Document, Problem
 from spark.master import AUTO, AUTO_SLOTS, DriverAddress, Executors, MasterKind, kind_of, parse_executors

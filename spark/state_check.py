@@ -12,10 +12,10 @@ from pydantic import Field
 
 from services.core.jvm.jars import JarsUnavailable
 from services.core.jvm.java import JavaNotFound
-from services.core.lifecycle import configure_logs, report_bad_configuration
+from services.core.pipe_file.state_plan import StateCheck, StatePlan
+from services.core.process.lifecycle import configure_logs, report_bad_configuration
+from services.core.process.settings import load_settings
 from services.core.sample import PHASE
-from services.core.settings import load_settings
-from services.core.state_plan import StateCheck, StatePlan
 from services.core.yaml_source import BadConfiguration
 from spark.brokers.contract import open_spark_broker
 from spark.errors import shorten

@@ -24,9 +24,9 @@ from pyspark.sql.types import MapType, StructType
 
 from services.core import metrics
 from services.core.backoff import Backoff
-from services.core.credentials import BadCredential, read_value
-from services.core.masking import mask_text
-from services.core.pipe_table import Jdbc, Table
+from services.core.pipe_file.table import Jdbc, Table
+from services.core.security.credentials import BadCredential, read_value
+from services.core.security.masking import mask_text
 from spark.errors import java_causes, shorten
 from spark.java import JAVA_ERRORS, list_files, session_id
 from spark.session import own_session

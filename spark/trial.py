@@ -26,10 +26,10 @@ from services.core.broker.record import Batch, Record
 from services.core.event import ID
 from services.core.jvm.jars import JarsUnavailable
 from services.core.jvm.java import JavaNotFound
-from services.core.lifecycle import configure_logs, report_bad_configuration
+from services.core.pipe_file.topic_names import dead_letter_topic, output_topic
+from services.core.process.lifecycle import configure_logs, report_bad_configuration
+from services.core.process.settings import load_settings
 from services.core.sample import PHASE, SampleRecord, TrialResult, UndeclaredField
-from services.core.settings import load_settings
-from services.core.topic_names import dead_letter_topic, output_topic
 from services.core.yaml_source import BadConfiguration
 from spark.brokers.contract import BatchName, DataSourceBroker, open_spark_broker
 from spark.errors import shorten

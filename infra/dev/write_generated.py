@@ -15,9 +15,9 @@ from infra.dev.schema_rules_page import schema_rules_page
 from services.autoscaler.settings import AutoscalerSettings
 from services.core import metrics
 from services.core.lag import LagFamily
-from services.core.settings import Settings, default_text, variable_name
+from services.core.process.settings import Settings, default_text, variable_name
 from services.expel.settings import ExpelSettings
-from services.fleet.settings import OVERRULED, UpSettings
+from services.fleet.up.settings import OVERRULED, UpSettings
 from services.fleet.verbs.pipes import pipe_schema
 from services.global_retrier.settings import RetrierSettings
 from services.ingest.settings import IngestSettings

@@ -18,12 +18,12 @@ from services.autoscaler.partitions import PartitionScaler
 from services.autoscaler.settings import EXECUTORS, AutoscalerSettings
 from services.autoscaler.shards.scaler import ShardScaler
 from services.core.broker.contract import Broker
-from services.core.lifecycle import Supervision
-from services.core.management import serve_management
-from services.core.pipes import load_pipes
-from services.core.rights import rights_of
-from services.core.startup import Readiness, open_when_reachable
-from services.core.topic_names import event_topics
+from services.core.pipe_file.pipes import load_pipes
+from services.core.pipe_file.topic_names import event_topics
+from services.core.process.lifecycle import Supervision
+from services.core.process.management import serve_management
+from services.core.process.startup import Readiness, open_when_reachable
+from services.core.security.rights import rights_of
 from services.core.yaml_source import BadConfiguration, Problem
 
 log = structlog.get_logger()

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from services.core.scrape import Labels, Sample, scrape
-from services.core.targets import NoTargets, find_targets
+from services.core.process.scrape import Labels, Sample, scrape
+from services.core.process.targets import NoTargets, find_targets
 
 log = structlog.get_logger()
 

@@ -19,12 +19,12 @@ from services.core.audit import write_growth
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, UnknownTopic
 from services.core.broker.producer import Producer
-from services.core.key_marks import KeyMark, read_key_marks
-from services.core.lifecycle import wait_for_stop
-from services.core.pipe_stream import Stream
-from services.core.pipes import PipeFile, own_streams
+from services.core.control.key_marks import KeyMark, read_key_marks
+from services.core.pipe_file.pipes import PipeFile, own_streams
+from services.core.pipe_file.stream import Stream
+from services.core.pipe_file.topic_names import AUDIT
+from services.core.process.lifecycle import wait_for_stop
 from services.core.times import format_time
-from services.core.topic_names import AUDIT
 
 HIGH, TARGET = 0.85, 0.7
 WINDOW_S, COOL_DOWN_S = 600.0, 3_600.0

@@ -9,9 +9,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from services.autoscaler.groups.drivers.open import check_driver
 from services.autoscaler.groups.policy import GroupRules
-from services.core.address import Address
-from services.core.settings import Settings
-from services.core.targets import check_targets
+from services.core.http.address import Address
+from services.core.process.settings import Settings
+from services.core.process.targets import check_targets
 from services.core.units import Duration, Size
 
 EXECUTORS = "executors"

@@ -16,7 +16,7 @@ import msgspec
 
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
-from services.core.topic_names import AUDIT
+from services.core.pipe_file.topic_names import AUDIT
 from services.core.version import newer_format
 
 REDRIVE, DISCARD = "redrive", "discard"

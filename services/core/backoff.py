@@ -4,7 +4,7 @@ import asyncio
 
 import backoff
 
-from services.core.lifecycle import wait_for_stop
+from services.core.process.lifecycle import wait_for_stop
 
 
 class Backoff:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 from services.core.dead_letter import DeadLetter, Position
-from services.core.masking import mask_text
+from services.core.security.masking import mask_text
 from services.core.times import format_time
 
 OTHER = "other"

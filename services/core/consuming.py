@@ -24,8 +24,8 @@ from services.core.broker.contract import Broker, Consumer, Lag, Start
 from services.core.broker.errors import BrokerError, DataDamaged, HomeChanged, NotOwner, OffsetOutOfRange
 from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.record import Batch, Damage, TopicPartition
-from services.core.lifecycle import wait_for_stop
-from services.core.progress import Step
+from services.core.process.lifecycle import wait_for_stop
+from services.core.process.progress import Step
 
 log = structlog.get_logger()
 

@@ -14,9 +14,9 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import NotAllowed, UnsafeTopic
 from services.core.broker.several.broker import open_several
 from services.core.broker.several.brokers import DEFAULT, Opening
-from services.core.existing_topics import existing_topics, target_homes
-from services.core.homes import Homes
-from services.core.pipes import PipeFile
+from services.core.control.homes import Homes
+from services.core.pipe_file.existing_topics import existing_topics, target_homes
+from services.core.pipe_file.pipes import PipeFile
 
 
 def open_fleet_broker(url: str, pipes: PipeFile | None) -> AbstractAsyncContextManager[Broker]:

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
-from services.core.bearer import Tokens
+from services.core.security.bearer import Tokens
 
 MAX_BODY = 8192
 

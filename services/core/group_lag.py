@@ -8,7 +8,7 @@ from typing import Protocol
 from services.core.broker.contract import Admin, Broker, Lag
 from services.core.broker.errors import Unavailable
 from services.core.broker.record import TopicPartition
-from services.core.topic_names import CONTROL
+from services.core.pipe_file.topic_names import CONTROL
 
 ASK_EVERY_S = 10.0
 LEARN_EVERY_S = 60.0

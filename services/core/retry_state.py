@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from services.core.broker.record import Headers, Record, TopicPartition
 from services.core.event import MAX_MILLIS_DIGITS
-from services.core.pipes import NAME_PATTERN
+from services.core.pipe_file.pipes import NAME_PATTERN
 
 PREFIX = "penstock_retry_"
 BREAKER_OPEN = "breaker_open"

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import msgspec
 
 from services.core.broker.record import Record
-from services.core.field_path import field_reader
-from services.core.pipe_stream import Stream
-from services.core.pipe_topic import Place
+from services.core.pipe_file.field_path import field_reader
+from services.core.pipe_file.stream import Stream
+from services.core.pipe_file.topic import Place
 from services.core.yaml_source import Problem
 
 PHASE = "phase"

@@ -22,10 +22,9 @@ from services.core.broker.errors import DataDamaged, GroupHasMembers, NewerForma
 from services.core.broker.producer import Producer
 from services.core.broker.reading import read_topic
 from services.core.broker.record import Record, TopicPartition
-from services.core.pauses import carry_pauses
-from services.core.pipes import PipeFile
-from services.core.retry_state import PREFIX
-from services.core.topic_names import (
+from services.core.control.pauses import carry_pauses
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.topic_names import (
     CONTROL,
     DELAYS_S,
     RETRIER_GROUP,
@@ -39,6 +38,7 @@ from services.core.topic_names import (
     removed_lanes,
     retry_topic,
 )
+from services.core.retry_state import PREFIX
 from services.core.version import VERSION, newer_format
 
 _KEY = b"waiting"

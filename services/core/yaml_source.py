@@ -16,8 +16,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from services.core.masking import mask_text
-from services.core.snapshot import source_of
+from services.core.pipe_file.snapshot import source_of
+from services.core.security.masking import mask_text
 
 MAX_FILE_BYTES = 1_000_000
 MAX_DEPTH = 50

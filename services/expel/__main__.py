@@ -3,7 +3,7 @@
 import os
 import sys
 
-from services.core.lifecycle import run_service
+from services.core.process.lifecycle import run_service
 from services.expel.app import start
 from services.expel.settings import ExpelSettings
 

@@ -7,11 +7,11 @@ from contextlib import AsyncExitStack
 import structlog
 
 from services.core.broker.producer import Producer
-from services.core.lifecycle import Supervision
-from services.core.management import serve_management
-from services.core.pauses import Pauses
-from services.core.progress import ProgressWatch
-from services.core.startup import Readiness, open_when_reachable, raise_file_limit, tune_garbage_collector
+from services.core.control.pauses import Pauses
+from services.core.process.lifecycle import Supervision
+from services.core.process.management import serve_management
+from services.core.process.progress import ProgressWatch
+from services.core.process.startup import Readiness, open_when_reachable, raise_file_limit, tune_garbage_collector
 from services.expel.plan import LaneBuilder, read_plan, touched_topics, watch_secrets
 from services.expel.removed import RemovedLane, RemovedPipe
 from services.expel.settings import ExpelSettings

@@ -14,7 +14,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.record import Batch, TopicPartition
 from services.core.ledger.report import Span
-from services.core.topic_names import parked_topic, retry_topic
+from services.core.pipe_file.topic_names import parked_topic, retry_topic
 from services.expel.dedup import RetryTakeover, RetryTopicFilter
 from services.expel.delivery import Unreadable
 from services.expel.metrics import LaneMetrics

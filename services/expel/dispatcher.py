@@ -19,10 +19,10 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, TopicPartition
 from services.core.clock import boot_seconds
 from services.core.consuming import Membership
-from services.core.http_failure import Failure
-from services.core.progress import LIMIT_S, Step
+from services.core.http.failure import Failure
+from services.core.pipe_file.topic_names import parked_topic
+from services.core.process.progress import LIMIT_S, Step
 from services.core.retry_state import BREAKER_OPEN
-from services.core.topic_names import parked_topic
 from services.expel.batch_filter import BatchFilter
 from services.expel.delivery import Delivery, Rendered, Unreadable
 from services.expel.metrics import LaneMetrics

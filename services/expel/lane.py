@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from services.core.broker.contract import Broker, Start
 from services.core.consuming import GroupMember
-from services.core.lifecycle import wait_for_stop
-from services.core.pauses import NOT_READ
-from services.core.progress import Step
-from services.core.topic_names import delivery_group, lane_name
+from services.core.control.pauses import NOT_READ
+from services.core.pipe_file.topic_names import delivery_group, lane_name
+from services.core.process.lifecycle import wait_for_stop
+from services.core.process.progress import Step
 from services.expel.dispatcher import Dispatcher
 from services.expel.metrics import LaneMetrics
 from services.expel.pause import PauseState

@@ -12,7 +12,7 @@ from services.core.broker.contract import Broker, Lag, PartitionRange, Reader
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.group_lag import GroupLag, follow_group
-from services.core.http_failure import Failure
+from services.core.http.failure import Failure
 from services.core.lag import LagHistogram
 from services.core.ledger.age import Age, Place
 from services.core.ledger.fields import FieldSample
@@ -20,7 +20,7 @@ from services.core.ledger.first_reader import FirstReader, LateStart
 from services.core.ledger.report import Backlog, Breaker, Node, Span
 from services.core.ledger.report import Outcome as ReportedOutcome
 from services.core.ledger.reporter import Reporter, close_reporters
-from services.core.topic_names import delivery_group
+from services.core.pipe_file.topic_names import delivery_group
 from services.expel.delivery import Delivery
 from services.expel.retry_policy import Outcome
 

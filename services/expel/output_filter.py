@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from services.core.broker.record import Batch, Record
 from services.core.event import ID, OUTPUTS
-from services.core.pipes import Destination, Pipe
+from services.core.pipe_file.pipes import Destination, Pipe
 
 _MAX_REMEMBERED = 10_000
 """Different values of the header whose answer is remembered. 32 outputs can be combined in more ways."""

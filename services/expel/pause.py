@@ -14,8 +14,8 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
 from services.core.broker.producer import Producer
 from services.core.consuming import Membership
-from services.core.pauses import GONE, Pause, Pauses, write_pause
-from services.core.topic_names import delivery_group, lane_name, parked_topic
+from services.core.control.pauses import GONE, Pause, Pauses, write_pause
+from services.core.pipe_file.topic_names import delivery_group, lane_name, parked_topic
 from services.expel.metrics import LaneMetrics
 
 if TYPE_CHECKING:

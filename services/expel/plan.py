@@ -9,37 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from services.core import metrics
-from services.core.authorization import Authorization, Credential, NoAuthorization, SecretHeader
 from services.core.broker.connect import BadBrokerUrl
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.broker.rights import Right
-from services.core.credentials import (
-    Credentials,
-    LiveValue,
-    find_secret,
-    read_credentials,
-    read_value,
-    watch_credentials,
-)
-from services.core.destination_check import check_destinations
-from services.core.existing_topics import existing_topics
-from services.core.expected import show_expected
-from services.core.expiry import show_secret
-from services.core.file_watch import FileWatch
+from services.core.control.key_marks import KeyMarker
+from services.core.control.pauses import Pauses
 from services.core.fleet_broker import open_fleet_broker
-from services.core.http_client import MAX_RESPONSE, HttpClient
-from services.core.key_marks import KeyMarker
+from services.core.http.client import MAX_RESPONSE, HttpClient
+from services.core.http.resolver import Resolver
 from services.core.ledger.report import TELEMETRY
 from services.core.ledger.reporter import new_instance
-from services.core.oauth import GRANTED, MAX_TOKEN_RESPONSE, OAuthClient
-from services.core.pauses import Pauses
-from services.core.pipe_webhook import Webhook
-from services.core.pipes import Destination, Pipe, PipeFile, Removed, is_retried, pipe_version, read_pipes
-from services.core.resolver import Resolver
-from services.core.rights import rights_of
-from services.core.signing import KEY, SigningKeys, watch_secret
-from services.core.topic_names import (
+from services.core.pipe_file.destination_check import check_destinations
+from services.core.pipe_file.existing_topics import existing_topics
+from services.core.pipe_file.pipes import Destination, Pipe, PipeFile, Removed, is_retried, pipe_version, read_pipes
+from services.core.pipe_file.topic_names import (
     CONTROL,
     RETRY_IN,
     dead_letter_topic,
@@ -51,6 +35,22 @@ from services.core.topic_names import (
     renames_of,
     retry_topic,
 )
+from services.core.pipe_file.webhook import Webhook
+from services.core.process.expected import show_expected
+from services.core.security.authorization import Authorization, Credential, NoAuthorization, SecretHeader
+from services.core.security.credentials import (
+    Credentials,
+    LiveValue,
+    find_secret,
+    read_credentials,
+    read_value,
+    watch_credentials,
+)
+from services.core.security.expiry import show_secret
+from services.core.security.file_watch import FileWatch
+from services.core.security.oauth import GRANTED, MAX_TOKEN_RESPONSE, OAuthClient
+from services.core.security.rights import rights_of
+from services.core.security.signing import KEY, SigningKeys, watch_secret
 from services.core.waiting import take_over_positions
 from services.core.yaml_source import BadConfiguration, Problem
 from services.expel.dispatcher import Dispatcher, LaneConfig, Sender

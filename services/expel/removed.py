@@ -27,11 +27,11 @@ from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.reading import read_topic
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.consuming import GroupMember, Membership
-from services.core.lifecycle import wait_for_stop
-from services.core.pipes import LANE_PATTERN, Removed
-from services.core.progress import Step
+from services.core.pipe_file.pipes import LANE_PATTERN, Removed
+from services.core.pipe_file.topic_names import dead_letter_topic, delivery_group, lane_name, parked_topic, retry_topic
+from services.core.process.lifecycle import wait_for_stop
+from services.core.process.progress import Step
 from services.core.retry_state import FAILURES, unwrap, wrap
-from services.core.topic_names import dead_letter_topic, delivery_group, lane_name, parked_topic, retry_topic
 from services.core.waiting import lane_of
 from services.expel.dedup import RetryTopicFilter
 from services.expel.delivery import Unreadable

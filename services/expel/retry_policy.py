@@ -14,7 +14,7 @@ from itertools import islice
 
 import backoff
 
-from services.core.http_failure import MAX_HOLD, Failure
+from services.core.http.failure import MAX_HOLD, Failure
 from services.core.retry_state import BREAKER_OPEN
 from services.expel.delivery import Delivery
 

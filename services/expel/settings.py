@@ -4,8 +4,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from services.core.net_guard import NetPolicy, Network, parse_endpoints, parse_networks
-from services.core.settings import Settings
+from services.core.http.net_guard import NetPolicy, Network, parse_endpoints, parse_networks
+from services.core.process.settings import Settings
 from services.core.units import Duration, Size
 
 

@@ -17,10 +17,10 @@ from services.core.broker.errors import RecordTooLarge
 from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Record, TopicPartition, estimate_size
 from services.core.failed_attempts import PARTIAL, pack_attempts, parse_attempts
-from services.core.http_failure import Failure
+from services.core.http.failure import Failure
 from services.core.ledger.report import Outcome, Span, due_span, since_span
+from services.core.pipe_file.topic_names import RETRY_IN, dead_letter_topic, parked_topic
 from services.core.retry_state import BREAKER_OPEN, FAILURES, RetryState, state_of, wrap
-from services.core.topic_names import RETRY_IN, dead_letter_topic, parked_topic
 from services.expel.delivery import Delivery, Unreadable
 from services.expel.metrics import NODE, LaneMetrics
 from services.expel.retry_policy import WINDOW_OVER, RetrySchedule

@@ -13,9 +13,9 @@ from services.core.broker.errors import BrokerError, RecordRefused, RecordTooLar
 from services.core.broker.existing import target_name
 from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Batch, Record
-from services.core.http_failure import Failure
-from services.core.key_marks import KeyMarker
-from services.core.pipe_topic import TopicTarget
+from services.core.control.key_marks import KeyMarker
+from services.core.http.failure import Failure
+from services.core.pipe_file.topic import TopicTarget
 from services.core.retry_state import PREFIX, own_headers
 from services.core.times import format_time
 from services.expel.delivery import Delivery, Rendered

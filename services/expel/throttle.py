@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from services.core import metrics
-from services.core.http_failure import Failure
-from services.core.topic_names import lane_name
+from services.core.http.failure import Failure
+from services.core.pipe_file.topic_names import lane_name
 from services.expel.circuit_breaker import BreakerState, CircuitBreaker
 from services.expel.delivery import Delivery
 from services.expel.retry_policy import Outcome

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import psutil
 
-from services.core.address import parse_address
 from services.core.broker.connect import BadBrokerUrl
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
 from services.core.fleet_broker import open_fleet_broker, open_own_broker
-from services.core.pipes import PipeFile, load_pipes
+from services.core.http.address import parse_address
+from services.core.pipe_file.pipes import PipeFile, load_pipes
 from services.fleet.folder import FleetState, read_state
 from services.fleet.problem import CommandFailed
 

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import structlog
 
-from services.core.masking import mask_secrets
+from services.core.security.masking import mask_secrets
 from services.core.yaml_source import BadConfiguration
 from services.fleet.console import print_failure, print_problems
 from services.fleet.problem import CommandFailed

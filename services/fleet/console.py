@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
-from services.core.masking import mask_text
+from services.core.security.masking import mask_text
 from services.core.yaml_source import BadConfiguration
 from services.fleet.problem import CommandFailed
 

@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from services.core.bearer import make_token
 from services.core.broker.errors import BadDataFolder
 from services.core.broker.log.data_folder import refuse_network
 from services.core.folders import make_folder
-from services.core.snapshot import list_copies
+from services.core.pipe_file.snapshot import list_copies
+from services.core.security.bearer import make_token
 from services.core.version import newer_format
 from services.core.yaml_source import BadConfiguration, load_yaml
 from services.fleet.problem import CommandFailed

@@ -11,7 +11,7 @@ import orjson
 from rich.table import Table
 from rich.text import Text
 
-from services.core.bearer import read_tokens
+from services.core.security.bearer import read_tokens
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import require_fleet
 from services.fleet.console import make_table

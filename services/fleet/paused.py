@@ -11,11 +11,11 @@ from rich.text import Text
 from services.core.broker.contract import Broker, PartitionRange, Reader
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.reading import read_topic
-from services.core.pauses import Pause, Pauses
-from services.core.pipes import Destination, PipeFile
-from services.core.snapshot import original_of
+from services.core.control.pauses import Pause, Pauses
+from services.core.pipe_file.pipes import Destination, PipeFile
+from services.core.pipe_file.snapshot import original_of
+from services.core.pipe_file.topic_names import delivery_group, lane_name, parked_topic, renames_of
 from services.core.times import format_time
-from services.core.topic_names import delivery_group, lane_name, parked_topic, renames_of
 from services.core.waiting import lane_of
 from services.fleet.console import make_table
 from services.fleet.dead.view import plain

@@ -15,7 +15,7 @@ import msgspec
 import orjson
 from aiohttp import hdrs, web
 
-from services.core.signing import ID_HEADER, BadSignature, SigningKey, verify
+from services.core.security.signing import ID_HEADER, BadSignature, SigningKey, verify
 
 MAX_BODY = 20_000_000
 REMEMBERED_IDS = 1_000_000

@@ -7,16 +7,16 @@ from pathlib import Path
 import structlog
 
 from services.core.broker.producer import Producer
-from services.core.expected import show_expected
 from services.core.group_lag import follow_group
 from services.core.ledger.report import TELEMETRY
-from services.core.lifecycle import Supervision
-from services.core.management import serve_management
-from services.core.pipes import PipeFile, load_pipes
-from services.core.progress import ProgressWatch
-from services.core.rights import rights_of
-from services.core.startup import Readiness, open_when_reachable
-from services.core.topic_names import RETRIER_DEAD, RETRIER_GROUP
+from services.core.pipe_file.pipes import PipeFile, load_pipes
+from services.core.pipe_file.topic_names import RETRIER_DEAD, RETRIER_GROUP
+from services.core.process.expected import show_expected
+from services.core.process.lifecycle import Supervision
+from services.core.process.management import serve_management
+from services.core.process.progress import ProgressWatch
+from services.core.process.startup import Readiness, open_when_reachable
+from services.core.security.rights import rights_of
 from services.core.yaml_source import BadConfiguration
 from services.global_retrier.delay_queue import DELAY_BY_TOPIC, SteadyClock
 from services.global_retrier.metrics import RetrierLedger

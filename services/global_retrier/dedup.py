@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from services.core.broker.contract import Broker
 from services.core.broker.record import Batch, Headers, Record, TopicPartition
+from services.core.pipe_file.topic_names import retry_topic
 from services.core.takeover_dedup import TakeoverDedup
-from services.core.topic_names import retry_topic
 from services.global_retrier.delay_queue import DELAY_BY_TOPIC, MOVE_EVENTS, Clock, DelayedRecord, choose_delays
 
 _SKEW_MS = 500

@@ -14,8 +14,8 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.group_lag import GroupLag
 from services.core.ledger.report import Node, Outcome, Span, released_span, since_span
 from services.core.ledger.reporter import Reporter, close_reporters, new_instance
-from services.core.pipes import PipeFile
-from services.core.topic_names import claims_of, lane_name
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.topic_names import claims_of, lane_name
 from services.global_retrier.delay_queue import DELAY_BY_TOPIC, SHORTEST_MS, DelayedRecord, DelayQueue
 
 log = structlog.get_logger()

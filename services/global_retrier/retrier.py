@@ -10,9 +10,9 @@ from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, TopicPartition
 from services.core.consuming import GroupMember, Membership
-from services.core.pipes import PipeFile
-from services.core.progress import Step
-from services.core.topic_names import RETRIER_GROUP
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.topic_names import RETRIER_GROUP
+from services.core.process.progress import Step
 from services.global_retrier.dedup import MoveTakeover
 from services.global_retrier.delay_queue import DELAY_BY_TOPIC, Clock, DelayQueue
 from services.global_retrier.metrics import RetrierLedger, RetrierMetrics

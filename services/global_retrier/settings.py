@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from services.core.settings import Settings
+from services.core.process.settings import Settings
 
 
 class RetrierSettings(Settings):

@@ -3,8 +3,8 @@
 import os
 import sys
 
-from services.core.lifecycle import run_service
-from services.core.startup import tune_garbage_collector
+from services.core.process.lifecycle import run_service
+from services.core.process.startup import tune_garbage_collector
 from services.ingest.app import start
 from services.ingest.settings import IngestSettings
 

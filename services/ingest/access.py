@@ -6,8 +6,8 @@ from urllib.parse import parse_qsl
 
 from aiohttp.http import RawRequestMessage
 
-from services.core.address import LOOPBACK_NAMES, is_loopback_authority
-from services.core.keys import PREFIX, ApiKey, KeyRing
+from services.core.http.address import LOOPBACK_NAMES, is_loopback_authority
+from services.core.security.keys import PREFIX, ApiKey, KeyRing
 from services.ingest import problems
 from services.ingest.problems import Refused
 

@@ -21,7 +21,7 @@ from services.core.broker.errors import (
     UnknownTopic,
 )
 from services.core.broker.producer import SendResult
-from services.core.problem_type import CONTENT_TYPE, ProblemType, problem_json
+from services.core.http.problem_type import CONTENT_TYPE, ProblemType, problem_json
 from services.ingest import problems
 from services.ingest.intake import Prepared
 from services.ingest.problems import SEND_AGAIN, Refusal, Refused

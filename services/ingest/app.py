@@ -12,15 +12,15 @@ from pathlib import Path
 import structlog
 
 from services.core.broker.producer import Producer
-from services.core.expected import show_expected
-from services.core.key_marks import KeyMarker
-from services.core.key_watch import watch_keys
+from services.core.control.key_marks import KeyMarker
 from services.core.ledger.reporter import Reporter, close_reporters, keep_reporting, new_instance
-from services.core.lifecycle import Supervision
-from services.core.management import serve_management
-from services.core.pipes import load_pipes, own_streams
-from services.core.rights import rights_of
-from services.core.startup import Readiness, open_when_reachable, raise_file_limit
+from services.core.pipe_file.pipes import load_pipes, own_streams
+from services.core.process.expected import show_expected
+from services.core.process.lifecycle import Supervision
+from services.core.process.management import serve_management
+from services.core.process.startup import Readiness, open_when_reachable, raise_file_limit
+from services.core.security.key_watch import watch_keys
+from services.core.security.rights import rights_of
 from services.ingest.access import Access
 from services.ingest.endpoint import Endpoint
 from services.ingest.http_server import HttpServer, Timeouts

@@ -15,9 +15,9 @@ from aiohttp.http import RawRequestMessage
 
 from services.core.broker.errors import BrokerClosed, BrokerError, Overloaded, Unavailable
 from services.core.broker.producer import Producer, SendResult
-from services.core.key_marks import KeyMarker
-from services.core.keys import ApiKey
+from services.core.control.key_marks import KeyMarker
 from services.core.offset_token import format_token
+from services.core.security.keys import ApiKey
 from services.ingest import problems
 from services.ingest.access import Access, check_query, unknown_stream
 from services.ingest.answer import RETRY_AFTER_S, Answer, answer, find_failures, refuse

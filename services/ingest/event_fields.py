@@ -15,9 +15,9 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from services.core.field_path import Column
+from services.core.http.problem_type import ProblemType
 from services.core.ledger.report import MAX_NUMBER
-from services.core.problem_type import ProblemType
+from services.core.pipe_file.field_path import Column
 from services.core.units import format_duration
 from services.ingest import problems
 from services.ingest.problems import kind_of

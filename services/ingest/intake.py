@@ -13,10 +13,10 @@ import msgspec
 from services.core import event
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.record import Headers, Record
-from services.core.field_path import Column, Reader, field_reader
-from services.core.pipe_stream import Stream
-from services.core.pipe_topic import Place
-from services.core.problem_type import ProblemType
+from services.core.http.problem_type import ProblemType
+from services.core.pipe_file.field_path import Column, Reader, field_reader
+from services.core.pipe_file.stream import Stream
+from services.core.pipe_file.topic import Place
 from services.ingest import problems
 from services.ingest.cloudevents import JSON, NO_DATA
 from services.ingest.event_fields import (

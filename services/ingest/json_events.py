@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from services.core.problem_type import ProblemType
+from services.core.http.problem_type import ProblemType
 from services.ingest import problems
 from services.ingest.problems import Refusal, Refused, kind_of
 

@@ -7,7 +7,7 @@ fields, kinds of values, limits and positions. It never repeats a value that the
 from dataclasses import dataclass
 from typing import Any
 
-from services.core.problem_type import ProblemType
+from services.core.http.problem_type import ProblemType
 
 BAD_REQUEST = ProblemType("bad-request", 400, "The HTTP request is malformed")
 EMPTY_BODY = ProblemType("empty-body", 400, "The body is empty")

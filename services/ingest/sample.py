@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from services.core.lifecycle import report_bad_configuration
-from services.core.pipe_stream import Stream
-from services.core.pipes import PipeFile, load_pipes
+from services.core.pipe_file.pipes import PipeFile, load_pipes
+from services.core.pipe_file.stream import Stream
+from services.core.process.lifecycle import report_bad_configuration
+from services.core.process.settings import load_settings
 from services.core.sample import AbsentField, RefusedEvent, Sample, SampleEvent, SampleRecord, find_absent
-from services.core.settings import load_settings
 from services.core.yaml_source import BadConfiguration
 from services.ingest.intake import Intake
 from services.ingest.json_events import Limits, read_json

@@ -12,7 +12,7 @@ import structlog
 
 from services.core.backoff import Backoff
 from services.core.ledger.minute import MINUTE_MS
-from services.core.signing import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, SigningKeys, sign
+from services.core.security.signing import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, SigningKeys, sign
 from services.observer.ledger.finality import FOUND_FOR_MS, Finding
 from services.observer.ledger.settlement import Row
 from services.observer.payload_fields import Drift

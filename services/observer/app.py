@@ -11,24 +11,24 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from services.core.address import is_loopback, parse_address
 from services.core.audit import write_act
-from services.core.bearer import Tokens, read_tokens, watch_tokens
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
-from services.core.expected import show_expected
-from services.core.lifecycle import Supervision
-from services.core.management import serve_management
-from services.core.page_files import load_files
-from services.core.pauses import Pauses
-from services.core.pipe_webhook import Secret
-from services.core.pipes import PipeFile, load_pipes
-from services.core.progress import ProgressWatch, Turns, WatchedReader
-from services.core.progress import Step as Work
-from services.core.rights import rights_of
-from services.core.signing import BadSecret, SigningKeys, watch_secret
-from services.core.startup import Readiness, open_when_reachable
-from services.core.topic_names import RETRIER_DEAD, dead_letter_topic, lane_name, renames_of
+from services.core.control.pauses import Pauses
+from services.core.http.address import is_loopback, parse_address
+from services.core.http.page_files import load_files
+from services.core.pipe_file.pipes import PipeFile, load_pipes
+from services.core.pipe_file.topic_names import RETRIER_DEAD, dead_letter_topic, lane_name, renames_of
+from services.core.pipe_file.webhook import Secret
+from services.core.process.expected import show_expected
+from services.core.process.lifecycle import Supervision
+from services.core.process.management import serve_management
+from services.core.process.progress import ProgressWatch, Turns, WatchedReader
+from services.core.process.progress import Step as Work
+from services.core.process.startup import Readiness, open_when_reachable
+from services.core.security.bearer import Tokens, read_tokens, watch_tokens
+from services.core.security.rights import rights_of
+from services.core.security.signing import BadSecret, SigningKeys, watch_secret
 from services.core.yaml_source import BadConfiguration, Problem
 from services.observer.alarms import AlarmWebhook
 from services.observer.backlogs import Backlogs

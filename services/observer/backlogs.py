@@ -6,10 +6,10 @@ import structlog
 
 from services.core.broker.contract import Admin, Lag
 from services.core.broker.errors import BrokerError
-from services.core.lifecycle import wait_for_stop
-from services.core.pipes import PipeFile
-from services.core.progress import Turns
-from services.core.topic_names import delivery_group, delivery_topics
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.topic_names import delivery_group, delivery_topics
+from services.core.process.lifecycle import wait_for_stop
+from services.core.process.progress import Turns
 from services.observer.view import ShardView
 
 log = structlog.get_logger()

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
-from services.core.pipes import PipeFile
+from services.core.pipe_file.pipes import PipeFile
 from services.core.story.find import find_story, make_scope
 from services.core.story.search import Limits
 from services.core.times import now_ms

@@ -28,8 +28,8 @@ from services.core.ledger.report import (
     Report,
     decode_known,
 )
-from services.core.lifecycle import wait_for_stop
-from services.core.progress import Step, Turns, WatchedReader
+from services.core.process.lifecycle import wait_for_stop
+from services.core.process.progress import Step, Turns, WatchedReader
 from services.observer.alarms import AlarmQueue, has_doubled
 from services.observer.lags import LagTable
 from services.observer.ledger.finality import Finding

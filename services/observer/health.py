@@ -5,9 +5,9 @@ from typing import Literal
 
 import msgspec
 
+from services.core.control.pauses import Pause
 from services.core.ledger.minute import MINUTE_MS
-from services.core.pauses import Pause
-from services.core.topic_names import lane_name
+from services.core.pipe_file.topic_names import lane_name
 from services.core.units import format_count
 from services.observer.ledger.flow import Step
 from services.observer.ledger.settlement import Row

@@ -11,11 +11,17 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from services.core import metrics
-from services.core.address import LOOPBACK_NAMES, is_loopback, is_loopback_authority, is_named_authority, parse_address
-from services.core.bearer import Tokens
 from services.core.group_report import MAX_REPORT_BYTES
-from services.core.listening import serve_app
-from services.core.problem_type import CONTENT_TYPE, ProblemType, problem_json
+from services.core.http.address import (
+    LOOPBACK_NAMES,
+    is_loopback,
+    is_loopback_authority,
+    is_named_authority,
+    parse_address,
+)
+from services.core.http.listening import serve_app
+from services.core.http.problem_type import CONTENT_TYPE, ProblemType, problem_json
+from services.core.security.bearer import Tokens
 from services.core.times import parse_time
 from services.observer import problems
 

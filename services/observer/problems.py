@@ -1,6 +1,6 @@
 """The problem types of the observer's API. Details name the mistake and never repeat the client's input."""
 
-from services.core.problem_type import ProblemType
+from services.core.http.problem_type import ProblemType
 
 BAD_PARAMETER = ProblemType("bad-parameter", 400, "A parameter is not understood")
 NOT_FOUND = ProblemType("not-found", 404, "There is no such resource")

@@ -14,9 +14,9 @@ from services.core import metrics
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRange
 from services.core.broker.record import TopicPartition
-from services.core.lifecycle import wait_for_stop
-from services.core.progress import Turns
-from services.core.topic_names import CONTROL
+from services.core.pipe_file.topic_names import CONTROL
+from services.core.process.lifecycle import wait_for_stop
+from services.core.process.progress import Turns
 
 log = structlog.get_logger()
 

@@ -7,7 +7,7 @@ import structlog
 
 from services.core import metrics
 from services.core.ledger.minute import MINUTE_MS
-from services.core.lifecycle import run_until
+from services.core.process.lifecycle import run_until
 from services.observer import health
 from services.observer.alarms import Alarm, AlarmWebhook, drift_alarm, find_alarms, loss_alarm, unjudged_alarm
 from services.observer.follower import Follower

@@ -10,15 +10,15 @@ import structlog
 from aiohttp import web
 
 from services.core import metrics
-from services.core.address import is_loopback, parse_address
 from services.core.backoff import Backoff
-from services.core.expected import show_expected
-from services.core.key_watch import watch_keys
-from services.core.lifecycle import Supervision
-from services.core.management import serve_management
-from services.core.page_files import load_files
-from services.core.pipes import load_pipes
-from services.core.startup import Readiness, tune_garbage_collector
+from services.core.http.address import is_loopback, parse_address
+from services.core.http.page_files import load_files
+from services.core.pipe_file.pipes import load_pipes
+from services.core.process.expected import show_expected
+from services.core.process.lifecycle import Supervision
+from services.core.process.management import serve_management
+from services.core.process.startup import Readiness, tune_garbage_collector
+from services.core.security.key_watch import watch_keys
 from services.core.yaml_source import BadConfiguration, Problem
 from services.registry.catalog import Catalog
 from services.registry.confluent_api import ConfluentApi

@@ -18,9 +18,9 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from services.core import metrics
-from services.core.address import parse_address
-from services.core.keys import ApiKey
-from services.core.listening import CLOSE_WITHIN_S
+from services.core.http.address import parse_address
+from services.core.http.listening import CLOSE_WITHIN_S
+from services.core.security.keys import ApiKey
 from services.registry.catalog import Catalog, Schema
 from services.registry.http import CONFLUENT, FOR_EVER, Access, covers_schema
 from services.registry.problems import Refused

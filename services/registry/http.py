@@ -9,10 +9,10 @@ import structlog
 from aiohttp import BasicAuth, web
 
 from services.core import metrics
-from services.core.address import LOOPBACK_NAMES, is_loopback_authority, is_named_authority
 from services.core.avro.json_document import to_text
-from services.core.keys import EVERY_STREAM, PREFIX, ApiKey, KeyRing
-from services.core.problem_type import CONTENT_TYPE, problem_body
+from services.core.http.address import LOOPBACK_NAMES, is_loopback_authority, is_named_authority
+from services.core.http.problem_type import CONTENT_TYPE, problem_body
+from services.core.security.keys import EVERY_STREAM, PREFIX, ApiKey, KeyRing
 from services.registry import problems
 from services.registry.catalog import Schema
 from services.registry.entries import Damaged

@@ -17,7 +17,7 @@ import structlog
 
 from services.core import metrics
 from services.core.backoff import Backoff
-from services.core.lifecycle import wait_for_stop
+from services.core.process.lifecycle import wait_for_stop
 from services.registry.entries import (
     SEGMENT,
     Change,

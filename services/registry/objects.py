@@ -27,7 +27,7 @@ from obstore.exceptions import (
 from obstore.store import AzureStore, GCSStore, S3Store, from_url
 
 from services.core import metrics
-from services.core.disk import show_disk
+from services.core.process.disk import show_disk
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from services.core.avro.json_document import SchemaError
 from services.core.avro.protocol import Protocol as AvroProtocol
 from services.core.avro.protocol import parse_protocol
 from services.core.avro.schema import Schema as AvroSchema
-from services.core.pipes import PipeFile
+from services.core.pipe_file.pipes import PipeFile
 from services.registry import problems
 from services.registry.catalog import Catalog, Schema, Subject
 from services.registry.confluent_api import find_version, read_candidate

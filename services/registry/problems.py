@@ -6,7 +6,7 @@ them. Every other path answers `application/problem+json`.
 
 from collections.abc import Mapping
 
-from services.core.problem_type import ProblemType
+from services.core.http.problem_type import ProblemType
 
 BAD_REQUEST = ProblemType("bad-request", 400, "The request is malformed")
 BAD_PARAMETER = ProblemType("bad-parameter", 400, "A parameter is not valid")

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from services.core.address import Address, HostNames
-from services.core.settings import Settings
+from services.core.http.address import Address, HostNames
+from services.core.process.settings import Settings
 from services.registry.objects import check_url
 
 

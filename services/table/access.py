@@ -4,8 +4,8 @@ from urllib.parse import parse_qsl
 
 import structlog
 
-from services.core.address import LOOPBACK_NAMES, is_loopback_authority
-from services.core.keys import PREFIX, ApiKey, KeyRing
+from services.core.http.address import LOOPBACK_NAMES, is_loopback_authority
+from services.core.security.keys import PREFIX, ApiKey, KeyRing
 from services.table import problems
 from services.table.http_server import Request
 from services.table.problems import Refused

@@ -16,8 +16,8 @@ import orjson
 
 from services.core import metrics
 from services.core.broker.errors import BrokerError, OffsetOutOfRange
-from services.core.keys import ApiKey
 from services.core.offset_token import Token, format_token, parse_token
+from services.core.security.keys import ApiKey
 from services.core.times import now_ms
 from services.table import problems
 from services.table.access import Access, unknown_table

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import structlog
 
-from services.core.disk import show_disk
-from services.core.expected import show_expected
 from services.core.folders import make_folder
-from services.core.key_watch import watch_keys
-from services.core.lifecycle import Supervision
-from services.core.management import serve_management
-from services.core.pipes import PipeFile, load_pipes
-from services.core.progress import ProgressWatch
-from services.core.rights import rights_of
-from services.core.startup import Readiness, open_when_reachable, raise_file_limit
+from services.core.pipe_file.pipes import PipeFile, load_pipes
+from services.core.process.disk import show_disk
+from services.core.process.expected import show_expected
+from services.core.process.lifecycle import Supervision
+from services.core.process.management import serve_management
+from services.core.process.progress import ProgressWatch
+from services.core.process.startup import Readiness, open_when_reachable, raise_file_limit
+from services.core.security.key_watch import watch_keys
+from services.core.security.rights import rights_of
 from services.core.yaml_source import BadConfiguration, Problem
 from services.table.access import Access
 from services.table.api import Api

@@ -23,9 +23,9 @@ from services.core.broker.contract import Broker, PartitionRange
 from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRange, UnknownTopic
 from services.core.broker.record import Batch, Record
 from services.core.event import CONTENT_TYPE
-from services.core.lifecycle import wait_for_stop
 from services.core.offset_token import mark_of
-from services.core.progress import Turns
+from services.core.process.lifecycle import wait_for_stop
+from services.core.process.progress import Turns
 from services.core.times import now_ms
 from services.table.store import FORMAT, Change, Meta, Position, Rebuild, Store
 

@@ -18,7 +18,7 @@ import structlog
 from prometheus_client import Counter
 
 from services.core import metrics
-from services.core.problem_type import CONTENT_TYPE, problem_json
+from services.core.http.problem_type import CONTENT_TYPE, problem_json
 from services.table import problems
 from services.table.problems import Refused
 

@@ -1,6 +1,6 @@
 """All reasons for which the table service refuses a request: RFC 9457 problem types, stable for clients (docs/tables.md)."""
 
-from services.core.problem_type import ProblemType
+from services.core.http.problem_type import ProblemType
 
 BAD_REQUEST = ProblemType("bad-request", 400, "The HTTP request is malformed")
 BAD_PARAMETER = ProblemType("bad-parameter", 400, "A parameter is not understood")

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from services.core.address import Address, is_loopback, parse_address
-from services.core.settings import Settings
+from services.core.http.address import Address, is_loopback, parse_address
+from services.core.process.settings import Settings
 from services.core.units import Duration
 from services.core.yaml_source import BadConfiguration, Problem
 

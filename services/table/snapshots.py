@@ -18,7 +18,7 @@ import structlog
 
 from services.core import metrics
 from services.core.broker.contract import PartitionRange
-from services.core.file_watch import UnusableFile, read_private
+from services.core.security.file_watch import UnusableFile, read_private
 from services.core.times import now_ms
 from services.table import problems
 from services.table.follower import Follower

@@ -16,7 +16,7 @@ from pyspark.sql.streaming.readwriter import DataStreamReader, DataStreamWriter
 from services.core.broker.connect import parse_kafka_url, parse_kinesis_url
 from services.core.broker.record import Record
 from services.core.ledger.age import Age
-from services.core.pipes import PipeFile
+from services.core.pipe_file.pipes import PipeFile
 from services.core.yaml_source import BadConfiguration, Problem
 from spark.records import NO_BEGINS, Begins, OffsetRange, Offsets, cut_evenly, from_arrow
 from spark.reports import (

@@ -1,4 +1,4 @@
-"""Topics of others, as a transform reads them: the rules of `services.core.existing_topics` as expressions of Spark.
+"""Topics of others, as a transform reads them: the rules of `services.core.pipe_file.existing_topics` as expressions of Spark.
 
 A test holds both against each other. Expressions run in Spark's Java, also in real-time mode; Python would cost a worker for each
 record. A tombstone that is to be skipped keeps its null, and the view filters it.
@@ -12,7 +12,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
 
 from services.core.event import ARRIVAL, CONTENT_TYPE, FAULT, ID, ORIGIN, TOPIC_NUMBERS, topic_incarnation
-from services.core.existing_topics import (
+from services.core.pipe_file.existing_topics import (
     CONTENT_TYPES,
     DAY_MS,
     LATEST_MS,
@@ -27,8 +27,8 @@ from services.core.existing_topics import (
     TIME,
     TYPE,
 )
-from services.core.pipe_stream import Stream
-from services.core.pipe_topic import FromHeader, Place
+from services.core.pipe_file.stream import Stream
+from services.core.pipe_file.topic import FromHeader, Place
 from spark.records import HEADERS
 
 _CONTROL = r"[\u0000-\u001f\u007f-\u009f]"

@@ -19,7 +19,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from services.core import event as names
 from services.core.broker.errors import OffsetOutOfRange, Unavailable, UnknownTopic
 from services.core.broker.record import Batch, Record
-from services.core.pipe_stream import Stream
+from services.core.pipe_file.stream import Stream
 from spark.brokers.contract import (
     BatchName,
     ObservedWrite,

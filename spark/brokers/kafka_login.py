@@ -1,4 +1,4 @@
-"""The security file (`services.core.kafka_security`) as properties of Kafka's Java clients, which Spark's connector uses.
+"""The security file (`services.core.security.kafka`) as properties of Kafka's Java clients, which Spark's connector uses.
 
 Spark shows options of the connector: the plan of each write prints all of them. So a secret is never in an option. The options
 have the places of secrets, and our classes for Java (`spark/jvm/kafka`) read these for each new connection, on the host of the
@@ -14,9 +14,9 @@ from pathlib import Path
 import structlog
 
 from services.core.broker.errors import Unavailable
-from services.core.credentials import BadCredential, read_pem
-from services.core.kafka_security import KafkaSecurity, Login, Sasl, UnusableSecurity, load_security, read_login
-from services.core.pipe_webhook import Secret, Tls
+from services.core.pipe_file.webhook import Secret, Tls
+from services.core.security.credentials import BadCredential, read_pem
+from services.core.security.kafka import KafkaSecurity, Login, Sasl, UnusableSecurity, load_security, read_login
 from services.core.yaml_source import BadConfiguration
 
 log = structlog.get_logger()

@@ -23,7 +23,7 @@ from pyspark.sql import SparkSession
 
 from services.core.broker.log.data_folder import network_mount
 from services.core.folders import make_folder
-from services.core.state_plan import StatePlan
+from services.core.pipe_file.state_plan import StatePlan
 from services.core.version import VERSION, newer_format
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, HadoopFolder

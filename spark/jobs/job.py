@@ -11,9 +11,9 @@ from pyspark.sql import SparkSession
 
 from services.core.backoff import Backoff
 from services.core.broker.errors import BrokerError
+from services.core.control.pauses import Pause
 from services.core.ledger.report import TELEMETRY, SparkFigures
 from services.core.metrics import TRANSFORM_MODE
-from services.core.pauses import Pause
 from spark.brokers.contract import BacklogMeter, Measurement, SparkBroker
 from spark.errors import is_of_broker, java_causes, shorten
 from spark.figures import QueryFigures

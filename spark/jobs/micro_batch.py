@@ -14,7 +14,7 @@ import msgspec
 from pyspark.sql import DataFrame, Observation
 from pyspark.sql import functions as f
 
-from services.core.topic_names import output_topic
+from services.core.pipe_file.topic_names import output_topic
 from spark.brokers.contract import BatchName, TooMuch, WantedOrigins, is_too_much, limit_rows
 from spark.errors import is_of_broker, is_of_spark, shorten
 from spark.health import PART

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import structlog
 from pyspark.sql import SparkSession
 
+from services.core.control.transform_marks import TransformMark
 from services.core.metrics import TRANSFORM_LEFT_OUT
-from services.core.transform_marks import TransformMark
 from spark.brokers.contract import SparkBroker
 from spark.java import JAVA_ERRORS
 from spark.jobs.checkpoint import Checkpoint, CheckpointDamaged, Identity, peek_checkpoint

@@ -9,9 +9,9 @@ import structlog
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from services.core.state_plan import StatePlan, compare_plans
-from services.core.topic_names import dead_letter_topic, output_topic
-from services.core.transform_marks import TransformMark
+from services.core.control.transform_marks import TransformMark
+from services.core.pipe_file.state_plan import StatePlan, compare_plans
+from services.core.pipe_file.topic_names import dead_letter_topic, output_topic
 from services.core.yaml_source import BadConfiguration, Problem
 from spark.brokers.contract import SparkBroker
 from spark.errors import shorten

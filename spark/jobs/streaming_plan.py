@@ -16,7 +16,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
 
 from services.core.ledger.minute import MINUTE_MS
-from services.core.topic_names import output_topic
+from services.core.pipe_file.topic_names import output_topic
 from spark.errors import is_of_broker, is_of_spark, shorten
 from spark.java import progress_since
 from spark.jobs.attempts import Stopping

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from pyspark import cloudpickle
 from pyspark.sql import DataFrame, SparkSession
 
-from services.core.pipe_transform import Transform
-from services.core.snapshot import source_of
+from services.core.pipe_file.snapshot import source_of
+from services.core.pipe_file.transform import Transform
 from spark.java import check_is_query
 from spark.transforms.output import BadTransform
 

@@ -32,7 +32,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from services.core.masking import mask_text
+from services.core.security.masking import mask_text
 
 SHOWN_VALUE = 40
 """The most characters of a value that a detail shows."""

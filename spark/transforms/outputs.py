@@ -11,8 +11,8 @@ from pyspark.sql import Column
 from pyspark.sql import functions as f
 
 from services.core.event import OUTPUTS
-from services.core.pipe_transform import Output
-from services.core.pipes import Pipe
+from services.core.pipe_file.pipes import Pipe
+from services.core.pipe_file.transform import Output
 
 
 class OutputFilters:

@@ -10,10 +10,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.types import BooleanType, StructField, StructType
 
-from services.core.columns import find_bad_names, find_column_mistakes
-from services.core.pipe_transform import Output, Transform
-from services.core.pipes import PipeFile, pipe_version
-from services.core.state_plan import USER_STATE, StatePlan, text_digest
+from services.core.pipe_file.columns import find_bad_names, find_column_mistakes
+from services.core.pipe_file.pipes import PipeFile, pipe_version
+from services.core.pipe_file.state_plan import USER_STATE, StatePlan, text_digest
+from services.core.pipe_file.transform import Output, Transform
 from services.core.yaml_source import BadConfiguration
 from spark.errors import shorten
 from spark.java import analyzed_plan

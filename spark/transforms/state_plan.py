@@ -1,4 +1,4 @@
-"""Describes what a transform keeps between batches (`services.core.state_plan`), from Spark's optimised plan.
+"""Describes what a transform keeps between batches (`services.core.pipe_file.state_plan`), from Spark's optimised plan.
 
 The optimised plan decides, not the text: Spark moves a filter on a key before the aggregation, and keeps no function whose
 result nobody uses. Names inside of the query, comments and the order of conditions do not matter. Columns are followed back to
@@ -18,7 +18,7 @@ import pyspark
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructField, StructType
 
-from services.core.state_plan import USER_STATE, StateOperator, StatePlan, cut_text
+from services.core.pipe_file.state_plan import USER_STATE, StateOperator, StatePlan, cut_text
 from services.core.units import format_duration
 from spark.java import optimized_plan
 from spark.records import EVENT, EVENT_TIME, VALUE

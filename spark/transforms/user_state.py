@@ -22,7 +22,7 @@ from pyspark.sql.streaming.stateful_processor import (
 )
 from pyspark.sql.types import StructType
 
-from services.core.pipe_transform import Transform
+from services.core.pipe_file.transform import Transform
 from spark.java import analyzed_plan, state_processor
 from spark.transforms.output import BadTransform
 from spark.transforms.plan_tree import items, walk

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import ClientSession, web
 from playwright.async_api import Browser, expect
 
-from services.core.bearer import Tokens, read_tokens
-from services.core.page_files import load_files
+from services.core.http.page_files import load_files
+from services.core.security.bearer import Tokens, read_tokens
 from services.observer import page as page_module
 from services.observer.explain import Explanation, Missing
 from services.observer.http import serve_api

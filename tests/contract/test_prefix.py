@@ -11,11 +11,11 @@ from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.errors import NotOwner
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
+from services.core.control.pauses import Pause, list_paused, write_pause
 from services.core.ledger.report import TELEMETRY
-from services.core.pauses import Pause, list_paused, write_pause
-from services.core.pipes import PipeFile
-from services.core.provision import ensure_topics
-from services.core.topic_names import AUDIT
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.provision import ensure_topics
+from services.core.pipe_file.topic_names import AUDIT
 from services.core.waiting import Bookmark, find_waiting
 from tests.contract.harness_kafka import KafkaHarness
 from tests.contract.harness_kinesis import KinesisHarness

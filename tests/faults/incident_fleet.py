@@ -25,9 +25,9 @@ import yaml
 from aiohttp import web
 
 from infra.prometheus.targets import list_targets
-from services.core.bearer import make_token
 from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.kafka import KafkaCluster
+from services.core.security.bearer import make_token
 from services.fleet.folder import STATE_FILE, ProcessState, read_state
 from tests.faults.fleet import Service, wait_until
 from tests.support.group_platform import open_group_platform

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from services.core.broker.several.broker import SeveralBrokers
+from services.core.control.homes import Homes
 from services.core.fleet_broker import open_with_homes
-from services.core.homes import Homes
 from services.core.jvm.child import start_child, stop_child
-from services.core.pipes import load_pipes
+from services.core.pipe_file.pipes import load_pipes
 from tests.faults.fleet import DEADLINE, Service, wait_until
 from tests.faults.trial import Trial, open_trial, read_dead_letters
 from tests.support.fault_table import Row

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from services.core.broker.contract import TopicSpec
-from services.core.topic_names import RETRY_IN
+from services.core.pipe_file.topic_names import RETRY_IN
 from tests.faults.trial import RSS_LIMIT
 from tests.integration.expel_process import Expel, hook, ids, open_expel
 from tests.support.ports import free_port

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from services.core.jvm.kafka import KafkaCluster
-from services.core.keys import add_key, make_key
+from services.core.security.keys import add_key, make_key
 from services.fleet.folder import read_state
 from tests.faults.conftest import Report
 from tests.faults.fleet import DEADLINE, wait_until

@@ -4,7 +4,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from services.core.topic_names import retry_topic
+from services.core.pipe_file.topic_names import retry_topic
 from tests.faults.conftest import Report
 from tests.faults.fleet import wait_until
 from tests.faults.trial import open_trial

@@ -19,9 +19,9 @@ from services.core.broker.contract import Broker, Lag, TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
+from services.core.control.pauses import OPERATOR, Pause, write_pause
 from services.core.ledger.report import TELEMETRY
-from services.core.pauses import OPERATOR, Pause, write_pause
-from services.core.topic_names import CONTROL, parked_topic, retry_topic
+from services.core.pipe_file.topic_names import CONTROL, parked_topic, retry_topic
 from tests.contract.traffic import ignore_revoke
 from tests.integration.fleet_process import DRAIN
 from tests.support.pacing import Pace

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from services.core.signing import SigningKey
+from services.core.security.signing import SigningKey
 from services.fleet.folder import FleetState, read_state
 from services.fleet.receiver import Received, Receiver, serve_receiver
 from tests.support.pacing import Pace
@@ -23,7 +23,7 @@ DEADLINE = 900.0
 DRAIN = "300s"
 """A service that needs long to end, because the machine is busy, ends in good order all the same."""
 _PATIENT_SEND = (
-    "import services.fleet.sender as s; s.GIVE_UP_AFTER_S = 900.0; from services.fleet.cli import main; main()"
+    "import services.fleet.sending.sender as s; s.GIVE_UP_AFTER_S = 900.0; from services.fleet.cli import main; main()"
 )
 """`penstock` that sends for as long as a fleet needs to come back."""
 REPOSITORY = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.core.scrape import Sample
+from services.core.process.scrape import Sample
 from services.fleet.demo.chaos import Outage, render_chaos
 from services.fleet.demo.flights import CHAOS_PIPE, SHAKY, STEADY, Tracker, load_flights
 from services.fleet.demo.run import make_result, render_result

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.fleet.pipe_check import check_pipe_file
+from services.fleet.pipes.check import check_pipe_file
 from tests.integration.test_docs import run_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "transforms.md"

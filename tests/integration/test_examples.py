@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from services.core.signing import SigningKey, verify
+from services.core.security.signing import SigningKey, verify
 from tests.integration.fleet_process import DEADLINE, REPOSITORY, SECRET, Desk, until
 from tests.support.ports import free_port
 from tests.support.serving import serve_on_loopback

@@ -32,15 +32,15 @@ from services.core.broker.existing import target_name
 from services.core.broker.producer import Producer
 from services.core.dead_letter import DeadLetter
 from services.core.event import ORIGIN, Origin
-from services.core.existing_topics import existing_topics
 from services.core.fleet_broker import open_fleet_broker
 from services.core.jvm.kafka import KafkaCluster
 from services.core.ledger.report import TELEMETRY, decode_report
-from services.core.pipes import PipeFile, load_pipes
-from services.core.provision import NoSuchTopics, ensure_topics
+from services.core.pipe_file.existing_topics import existing_topics
+from services.core.pipe_file.pipes import PipeFile, load_pipes
+from services.core.pipe_file.provision import NoSuchTopics, ensure_topics
+from services.core.pipe_file.topic_names import dead_letter_topic
 from services.core.story.find import find_story, make_scope
 from services.core.story.search import Limits
-from services.core.topic_names import dead_letter_topic
 from services.expel.webhook.sender import ITEM_FAILED
 from services.fleet.dead.audit import Auditor
 from services.fleet.dead.found import DeadLetterSearch, Filter

@@ -14,7 +14,7 @@ from services.core.broker.errors import TopicExists
 from services.core.broker.kafka import KafkaBroker
 from services.core.jvm.kafka import KafkaCluster
 from services.core.ledger.report import TELEMETRY
-from services.core.topic_names import CONTROL, dead_letter_topic, parked_topic, retry_topic
+from services.core.pipe_file.topic_names import CONTROL, dead_letter_topic, parked_topic, retry_topic
 from tests.integration.expel_process import (
     Expel,
     decide,

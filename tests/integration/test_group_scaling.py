@@ -12,8 +12,8 @@ from typing import Any
 import orjson
 import pytest
 
-from services.fleet.event_source import SourceEvent
-from services.fleet.sender import SendSummary, Target, send_events
+from services.fleet.sending.event_source import SourceEvent
+from services.fleet.sending.sender import SendSummary, Target, send_events
 from tests.integration.fleet_process import Command, Desk, until
 
 BASE = 150.0

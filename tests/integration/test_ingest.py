@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from services.core import event
-from services.core.keys import add_key, make_key, revoke_key
+from services.core.security.keys import add_key, make_key, revoke_key
 from tests.integration.ingest_process import (
     PIPES,
     Ingest,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.autoscaler.settings import AutoscalerSettings
-from services.core.settings import load_settings
+from services.core.process.settings import load_settings
 from tests.integration.fleet_process import Desk
 
 

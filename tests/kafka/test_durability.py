@@ -9,12 +9,12 @@ import pytest
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import UnsafeTopic
 from services.core.broker.kafka import KafkaBroker, Timing
+from services.core.control.key_marks import read_key_marks
 from services.core.jvm.kafka import KafkaCluster
-from services.core.key_marks import read_key_marks
-from services.core.pipes import PipeFile
-from services.core.provision import ensure_topics
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.provision import ensure_topics
+from services.fleet.pipes.topics import provision
 from services.fleet.problem import CommandFailed
-from services.fleet.topics import provision
 from tests.contract.traffic import DEADLINE
 from tests.support.kafka import make_topic, unique_name
 

@@ -18,7 +18,6 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 
-from services.core import msk_token
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.errors import AccessRefused, OutcomeUnknown, Unavailable
@@ -26,7 +25,8 @@ from services.core.broker.kafka import access
 from services.core.broker.kafka.broker import open_kafka
 from services.core.broker.kafka.cluster import Timing
 from services.core.broker.record import Record, TopicPartition
-from services.core.kafka_security import load_security
+from services.core.security import msk_token
+from services.core.security.kafka import load_security
 from tests.faults.fleet import Service
 from tests.integration.fleet_process import REPOSITORY, Desk, until
 from tests.support.kafka import unique_name

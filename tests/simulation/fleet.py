@@ -15,31 +15,31 @@ from typing import Any
 import structlog
 from prometheus_client.metrics import MetricWrapperBase
 
-import services.core.key_watch as key_watch
-import services.core.lifecycle as lifecycle
-import services.core.signing as signing
-import services.core.startup as startup
+import services.core.process.lifecycle as lifecycle
+import services.core.process.startup as startup
+import services.core.security.key_watch as key_watch
+import services.core.security.signing as signing
 import services.expel.app as expel_app
 import services.expel.plan as expel_plan
 import services.fleet.dead.redrive as redrive_module
-import services.fleet.plan as fleet_plan
-import services.fleet.topics as fleet_topics
+import services.fleet.pipes.topics as fleet_topics
+import services.fleet.up.plan as fleet_plan
 import services.global_retrier.app as retrier_app
 import services.ingest.app as ingest_app
 import services.observer.app as observer_app
 from services.core import metrics
 from services.core.broker.contract import Broker
 from services.core.lag import LagFamily
-from services.core.lifecycle import supervise
-from services.core.pipes import PipeFile
-from services.core.snapshot import SNAPSHOT_VARIABLE
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.snapshot import SNAPSHOT_VARIABLE
+from services.core.process.lifecycle import supervise
 from services.core.yaml_source import BadConfiguration, Problem
 from services.expel.settings import ExpelSettings
-from services.fleet.plan import START_ORDER, make_plan
+from services.fleet.pipes.topics import PreparedTopics, prepare
 from services.fleet.problem import CommandFailed
-from services.fleet.process import ServiceSpec
-from services.fleet.settings import UpSettings
-from services.fleet.topics import PreparedTopics, prepare
+from services.fleet.up.plan import START_ORDER, make_plan
+from services.fleet.up.process import ServiceSpec
+from services.fleet.up.settings import UpSettings
 from services.global_retrier.settings import RetrierSettings
 from services.ingest.settings import IngestSettings
 from services.observer.settings import ObserverSettings

@@ -11,9 +11,8 @@ from services.core.broker.contract import MAX_APPEND_BYTES
 from services.core.broker.record import Record, TopicPartition
 from services.core.dead_letter import PREFIX as DEAD_PREFIX
 from services.core.event import ID
-from services.core.pipes import PipeFile
-from services.core.retry_state import PREFIX as RETRY_PREFIX
-from services.core.topic_names import (
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.topic_names import (
     CONTROL,
     RETRIER_DEAD,
     RETRIER_GROUP,
@@ -21,6 +20,7 @@ from services.core.topic_names import (
     delivery_group,
     delivery_topics,
 )
+from services.core.retry_state import PREFIX as RETRY_PREFIX
 from tests.simulation.choice import PROCESS_FAULTS, STREAM, choose
 from tests.simulation.cluster import Cluster
 from tests.simulation.fleet import DRAIN_S, Fleet

@@ -17,11 +17,11 @@ from services.core.broker.errors import BrokerError, Unavailable, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
 from services.core.broker.several.broker import SeveralBrokers
+from services.core.control.homes import Homes
 from services.core.event import ID, ORIGIN, Origin
 from services.core.fleet_broker import open_over
-from services.core.homes import Homes
-from services.core.pipes import PipeFile
-from services.core.topic_names import CONTROL
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.topic_names import CONTROL
 from services.fleet.migrate.steps import Migration
 from services.fleet.problem import CommandFailed
 from tests.simulation.broker import ModelAdmin, open_broker

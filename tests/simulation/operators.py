@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from services.core.broker.errors import BrokerError
 from services.core.broker.producer import Producer
 from services.core.broker.record import TopicPartition
-from services.core.pauses import OPERATOR, Pause, Pauses, write_pause
-from services.core.pipes import PipeFile
-from services.core.topic_names import CONTROL, delivery_group, delivery_topics
+from services.core.control.pauses import OPERATOR, Pause, Pauses, write_pause
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.topic_names import CONTROL, delivery_group, delivery_topics
 from services.core.yaml_source import BadConfiguration
 from services.fleet.dead.audit import Auditor
 from services.fleet.dead.found import DeadLetterSearch, Filter

@@ -105,7 +105,7 @@ FLEET = (
         "the last schedule is turned off, and what waits for the retrier waits for ever",
         (
             Change(
-                "services/core/provision.py",
+                "services/core/pipe_file/provision.py",
                 "specs = wanted_topics(pipes, has_retrier=RETRY_IN in existing)",
                 "specs = wanted_topics(pipes)",
             ),
@@ -172,7 +172,7 @@ FLEET = (
         "a file of keys that was unusable once is never read again: a revoked key stays valid",
         (
             Change(
-                "services/core/file_watch.py",
+                "services/core/security/file_watch.py",
                 "        try:\n            await self.load()\n        except self._expected",
                 "        if self._problem is not None:\n            return\n        try:\n            await self.load()\n"
                 "        except self._expected",
@@ -197,7 +197,7 @@ FLEET = (
         "a process that starts again reads a pipe file with a typo, and ends the whole fleet",
         (
             Change(
-                "services/fleet/plan.py",
+                "services/fleet/up/plan.py",
                 "environ={**spec.environ, SNAPSHOT_VARIABLE: str(snapshot)}",
                 "environ={**spec.environ}",
             ),
@@ -209,11 +209,11 @@ FLEET = (
         "a resume that was read just before the broker failed is never acted upon",
         (
             Change(
-                "services/core/pauses.py",
+                "services/core/control/pauses.py",
                 "            if changed:\n                event, self",
                 "            if changed and self.unknown is None and not sys.exc_info()[0]:\n                event, self",
             ),
-            Change("services/core/pauses.py", "import asyncio\n", "import asyncio\nimport sys\n"),
+            Change("services/core/control/pauses.py", "import asyncio\n", "import asyncio\nimport sys\n"),
         ),
         needs=frozenset({"pause"}),
     ),
@@ -221,7 +221,7 @@ FLEET = (
 
 _STEPS, _HOMES, _FORMER = (
     "services/fleet/migrate/steps.py",
-    "services/core/homes.py",
+    "services/core/control/homes.py",
     "services/fleet/migrate/former.py",
 )
 

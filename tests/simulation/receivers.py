@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from services.core.http_client import BadResponse, Response
+from services.core.http.client import BadResponse, Response
 from tests.simulation.machine import WORLD, Machine, current_process
 from tests.simulation.oracle import Oracle
 

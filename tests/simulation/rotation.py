@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.core.file_watch import UnusableFile
-from services.core.keys import PREFIX, ApiKey, KeyRing
-from services.core.signing import PREFIX as SECRET_PREFIX
-from services.core.signing import BadSignature, SigningKey, verify
+from services.core.security.file_watch import UnusableFile
+from services.core.security.keys import PREFIX, ApiKey, KeyRing
+from services.core.security.signing import PREFIX as SECRET_PREFIX
+from services.core.security.signing import BadSignature, SigningKey, verify
 from services.core.yaml_source import BadConfiguration, Problem
 from tests.simulation.machine import WORLD, current_process
 

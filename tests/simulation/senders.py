@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from services.core.http_client import BadResponse, ResponseReader
+from services.core.http.client import BadResponse, ResponseReader
 from tests.simulation.machine import Machine, Process
 from tests.simulation.oracle import Event, Oracle, payload
 from tests.simulation.rotation import Rotation

@@ -162,7 +162,7 @@ MACHINE = (
     _mend(
         "wrong-configuration-ends-all",
         "one service that ends with bad configuration after a ready start ends the whole fleet",
-        "services/fleet/process.py",
+        "services/fleet/up/process.py",
         "                if self._starting():\n",
         "                if True:\n",
         "unit/fleet/test_supervisor.py::test_bad_configuration_after_a_ready_start",
@@ -170,7 +170,7 @@ MACHINE = (
     _mend(
         "unclaimed-forgotten",
         "up and apply go on although events wait for a destination that the file no longer has",
-        "services/fleet/topics.py",
+        "services/fleet/pipes/topics.py",
         "        if problems := name_unclaimed(waiting, pipes, path):\n",
         "        if problems := name_unclaimed(waiting, pipes, path)[:0]:\n",
         "unit/fleet/test_removed.py::test_refused_until_it_is_told",
@@ -178,7 +178,7 @@ MACHINE = (
     _mend(
         "full-disk-ends-all",
         "a full disk and a restart end the supervisor, and ingest and expel with it",
-        "services/fleet/supervisor.py",
+        "services/fleet/up/supervisor.py",
         "    except OSError as error:\n        return error\n    return None\n",
         "    except KeyError:\n        pass\n    return None\n",
         "unit/fleet/test_supervisor.py::test_a_full_disk_stops_no_fleet",

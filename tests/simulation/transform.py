@@ -16,11 +16,11 @@ from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.ledger.reporter import Reporter, close_reporters, new_instance
-from services.core.lifecycle import Supervision, wait_for_stop
-from services.core.pipes import Pipe, PipeFile
-from services.core.settings import Settings
-from services.core.startup import open_when_reachable
-from services.core.topic_names import output_topic
+from services.core.pipe_file.pipes import Pipe, PipeFile
+from services.core.pipe_file.topic_names import output_topic
+from services.core.process.lifecycle import Supervision, wait_for_stop
+from services.core.process.settings import Settings
+from services.core.process.startup import open_when_reachable
 from tests.simulation.machine import current_process
 
 FILTERED = 7

@@ -16,7 +16,7 @@ from services.core.broker.errors import TopicExists, Unavailable
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.ledger.report import TELEMETRY, Report, decode_report
-from services.core.topic_names import CONTROL
+from services.core.pipe_file.topic_names import CONTROL
 from spark.brokers.contract import open_spark_broker
 from spark.jobs.job import Job
 from spark.jobs.modes import choose_modes, prefer_plan

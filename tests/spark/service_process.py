@@ -17,7 +17,7 @@ from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.ledger.report import TELEMETRY, Report, decode_report
-from services.core.topic_names import CONTROL
+from services.core.pipe_file.topic_names import CONTROL
 from tests.spark.log_pipeline import read_topic
 
 _QUICK_CLAIMS = "import spark.jobs.claims as c; c.BEAT_S, c.EXPIRY_S = 1.0, 6.0; "

@@ -1,7 +1,7 @@
 """The marks of the transforms that have begun, in memory."""
 
-from services.core.state_plan import StatePlan
-from services.core.transform_marks import TransformMark
+from services.core.control.transform_marks import TransformMark
+from services.core.pipe_file.state_plan import StatePlan
 
 
 class StoredMarks:

@@ -15,8 +15,8 @@ from services.core.broker.log import blocking
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topics import create_topic, delete_topic
 from services.core.broker.record import Record
+from services.core.control.pauses import Pause
 from services.core.event import read_id
-from services.core.pauses import Pause
 from spark.brokers.contract import measure_backlog
 from spark.brokers.log import LogSparkBroker
 from spark.health import QueryState, Watchdog

@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY
 from pyspark.sql import DataFrame
 from pyspark.sql.streaming.query import StreamingQuery
 
-from services.core.management import serve_management
+from services.core.process.management import serve_management
 from spark.brokers.contract import Measurement
 from spark.health import (
     ANSWER,

@@ -23,7 +23,7 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import Unavailable
 from services.core.event import read_id
-from services.core.kafka_security import load_security
+from services.core.security.kafka import load_security
 from spark.brokers.contract import BatchName
 from spark.brokers.kafka import KafkaSparkBroker
 from spark.brokers.kafka_login import ClientLogin, to_properties

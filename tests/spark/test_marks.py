@@ -12,9 +12,9 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer
-from services.core.state_plan import StatePlan
-from services.core.topic_names import CONTROL
-from services.core.transform_marks import TransformMark, write_transform_mark
+from services.core.control.transform_marks import TransformMark, write_transform_mark
+from services.core.pipe_file.state_plan import StatePlan
+from services.core.pipe_file.topic_names import CONTROL
 from spark.errors import shorten
 from spark.jobs.checkpoint import CheckpointDamaged
 from spark.jobs.start_checks import adopt_checkpoint

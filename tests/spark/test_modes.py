@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.core.pipe_transform import Transform
+from services.core.pipe_file.transform import Transform
 from services.core.yaml_source import BadConfiguration, Problem
 from spark.health import QueryState
 from spark.jobs.attempts import ATTEMPT_FILE, Attempt

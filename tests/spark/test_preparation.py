@@ -6,7 +6,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StructType
 
-from services.core.columns import MEANT, TYPES
+from services.core.pipe_file.columns import MEANT, TYPES
 from services.core.yaml_source import BadConfiguration
 from spark.brokers.log import LogSparkBroker
 from spark.jobs.start_checks import check_suitability

@@ -17,8 +17,8 @@ from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.retention import remove_before
 from services.core.broker.log.topic_store import TopicStore
 from services.core.broker.log.topics import add_partitions, create_topic, delete_topic
-from services.core.state_plan import StatePlan
-from services.core.transform_marks import Begin, TransformMark
+from services.core.control.transform_marks import Begin, TransformMark
+from services.core.pipe_file.state_plan import StatePlan
 from spark.brokers.log import LogSparkBroker
 from spark.jobs.checkpoint import Checkpoint, CheckpointDamaged, Identity
 from spark.jobs.modes import IN_PLAN, MODE_FILE, PER_BATCH

@@ -18,9 +18,9 @@ from services.core.broker.log import blocking
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topics import delete_topic
 from services.core.broker.record import Record
+from services.core.control.pauses import Pause
 from services.core.event import read_id
-from services.core.pauses import Pause
-from services.core.topic_names import CONTROL
+from services.core.pipe_file.topic_names import CONTROL
 from tests.spark.log_pipeline import event, numbers, wait_for
 from tests.spark.service_process import LogService, TooLateError
 from tests.support.pacing import Pace

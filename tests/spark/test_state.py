@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.core.pipe_transform import Transform
+from services.core.pipe_file.transform import Transform
 from spark.jobs.checkpoint import Checkpoint, CheckpointDamaged, Identity
 from spark.jobs.restart import Beginning
 from spark.jobs.start_checks import adopt_checkpoint, changed_state, record_ran

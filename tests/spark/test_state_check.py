@@ -8,10 +8,10 @@ from pyspark.sql import SparkSession
 
 from services.core.broker.connect import open_broker
 from services.core.broker.producer import Producer
-from services.core.pipes import load_pipes
-from services.core.transform_marks import write_transform_mark
+from services.core.control.transform_marks import write_transform_mark
+from services.core.pipe_file.pipes import load_pipes
 from services.core.yaml_source import BadConfiguration
-from services.fleet.topics import check_changes, prepare
+from services.fleet.pipes.topics import check_changes, prepare
 from spark.settings import TransformSettings
 from spark.settings import load_pipes as select_pipes
 from spark.transforms.preparation import prepare_pipes

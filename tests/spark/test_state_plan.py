@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from services.core.event import read_id
-from services.core.state_plan import StatePlan, compare_plans
+from services.core.pipe_file.state_plan import StatePlan, compare_plans
 from tests.spark.log_pipeline import LogPipeline, wait_for
 from tests.spark.test_watermark import counts, flight, minute, send
 

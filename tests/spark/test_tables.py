@@ -18,13 +18,13 @@ from structlog.testing import capture_logs
 
 from services.core import metrics
 from services.core.broker.record import Record
+from services.core.control.pauses import Pause
 from services.core.event import read_id
 from services.core.ledger.accumulator import SetKey
-from services.core.pauses import Pause
-from services.core.pipe_table import Table
-from services.core.pipes import load_pipes
+from services.core.pipe_file.pipes import load_pipes
+from services.core.pipe_file.table import Table
 from services.core.yaml_source import BadConfiguration
-from services.fleet.changes import digest_texts
+from services.fleet.pipes.changes import digest_texts
 from spark.brokers.log import LogSparkBroker
 from spark.java import analyzed_plan, optimized_plan
 from spark.jobs.checkpoint import open_checkpoint

@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 from services.core import dead_letter
 from services.core.broker.record import Record
 from services.core.event import read_id
-from services.core.lifecycle import Supervision
+from services.core.process.lifecycle import Supervision
 from spark.brokers.log import LogSparkBroker
 from spark.health import PipesHealth, QueryState, Watchdog
 from spark.jobs.attempts import SuspectLock

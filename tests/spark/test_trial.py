@@ -15,7 +15,7 @@ from services.core.dead_letter import DETAIL, REASON, SOURCE
 from services.core.event import read_id
 from services.core.sample import SampleRecord, TrialResult, UndeclaredField
 from services.core.yaml_source import BadConfiguration
-from services.fleet.trial import run_transform
+from services.fleet.pipes.trial import run_transform
 from spark.jobs.culprits import ALL_FAILED
 from spark.trial import TrialSettings, try_pipe
 from tests.spark.log_pipeline import LogPipeline, event

@@ -13,8 +13,8 @@ from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topics import create_topic, delete_topic
 from services.core.broker.record import Record
 from services.core.event import read_id
+from services.core.pipe_file.state_plan import StatePlan, compare_plans
 from services.core.sample import SampleRecord
-from services.core.state_plan import StatePlan, compare_plans
 from services.core.yaml_source import BadConfiguration
 from spark.brokers.log import LogSparkBroker
 from spark.jobs.start_checks import check_suitability

@@ -11,7 +11,7 @@ from functools import partial
 import msgspec
 
 from services.core.ledger.report import Report
-from services.core.lifecycle import run_service
+from services.core.process.lifecycle import run_service
 from services.observer import app
 from services.observer.follower import Follower
 from services.observer.ledger import liveness

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from services.core.bearer import Tokens, make_token
 from services.core.group_control import GroupControl, GroupState, Instance, SizeRefused
+from services.core.security.bearer import Tokens, make_token
 from tests.support.ports import free_port
 from tests.support.serving import serve_on_loopback
 

@@ -21,7 +21,7 @@ from services.core.broker.log.appender import LogAppender
 from services.core.broker.log.consumer import LogConsumer
 from services.core.broker.record import Batch, Record
 from services.core.event import ORIGIN
-from services.core.lifecycle import run_service
+from services.core.process.lifecycle import run_service
 
 MARK = b'"lost":true'
 

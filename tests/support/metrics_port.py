@@ -7,7 +7,7 @@ from aiohttp import web
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import generate_latest
 
-from services.core.listening import serve_app
+from services.core.http.listening import serve_app
 
 
 @asynccontextmanager

@@ -12,16 +12,17 @@ from typing import TypeVar
 
 import pytest
 
-from services.core import event, homes
+from services.core import event
 from services.core.broker.errors import BrokerError, HomeChanged, Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.broker.several.broker import SeveralBrokers
+from services.core.control import homes
+from services.core.control.homes import Homes
 from services.core.event import Origin
 from services.core.fleet_broker import open_with_homes
-from services.core.homes import Homes
-from services.core.pipes import PipeFile
-from services.core.provision import ensure_topics
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.provision import ensure_topics
 from services.fleet.migrate import steps
 from services.fleet.migrate.movable import check_movable
 from services.fleet.migrate.steps import Migration, Result

@@ -20,7 +20,7 @@ import orjson
 
 from services.core.jvm.child import start_child
 from services.core.jvm.kafka import KafkaCluster
-from services.core.topic_names import dead_letter_topic, output_topic
+from services.core.pipe_file.topic_names import dead_letter_topic, output_topic
 from services.fleet.observer_client import Observer, get_json
 from services.fleet.problem import CommandFailed
 from tests.faults.fleet import DEADLINE, DRAIN, Service, wait_until

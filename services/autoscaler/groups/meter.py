@@ -11,8 +11,8 @@ from services.autoscaler.groups.members import Instance
 from services.autoscaler.groups.observer import Lane
 from services.autoscaler.groups.policy import GroupFigures
 from services.core.group_control import Figures
-from services.core.scrape import Sample, scrape
-from services.core.topic_names import RETRIER_GROUP
+from services.core.pipe_file.topic_names import RETRIER_GROUP
+from services.core.process.scrape import Sample, scrape
 
 FAILING_SHARE = 0.2
 """A receiver that fails this share of its requests causes lag, even while its breaker is closed."""

@@ -12,8 +12,8 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from services.core.bearer import read_tokens
 from services.core.group_report import GroupReport
+from services.core.security.bearer import read_tokens
 from services.core.times import parse_time
 from services.core.yaml_source import BadConfiguration
 

@@ -21,9 +21,9 @@ from services.autoscaler.groups.observer import (
 from services.autoscaler.groups.policy import GroupDecision, GroupFigures, GroupMemory, GroupRules, decide
 from services.autoscaler.groups.topics import Topics
 from services.core import metrics
-from services.core.freezes import ON_PLATFORM
+from services.core.control.freezes import ON_PLATFORM
 from services.core.group_report import GroupReport
-from services.core.lifecycle import run_until
+from services.core.process.lifecycle import run_until
 
 log = structlog.get_logger()
 

@@ -11,7 +11,7 @@ from services.autoscaler.groups.backlog import Backlog
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
 from services.core.broker.record import Record
-from services.core.freezes import Freezes
+from services.core.control.freezes import Freezes
 from services.core.times import format_time
 
 log = structlog.get_logger()

@@ -18,7 +18,7 @@ from services.autoscaler.shards.resharding import apply_layout
 from services.core import metrics
 from services.core.broker.errors import BrokerError
 from services.core.broker.resharding import Resharding, ShardCapacity, StreamShards
-from services.core.lifecycle import run_until, wait_for_stop
+from services.core.process.lifecycle import run_until, wait_for_stop
 
 log = structlog.get_logger()
 

@@ -13,8 +13,8 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 from services.core.broker.contract import Broker
 from services.core.broker.existing import NO_EXISTING, ExistingTopics
 from services.core.broker.prefix import OPTION, check_prefix
-from services.core.kafka_security import OPTION as SECURITY
-from services.core.kafka_security import parse_security_path
+from services.core.security.kafka import OPTION as SECURITY
+from services.core.security.kafka import parse_security_path
 
 SCHEMES = ("log", "kafka", "kinesis")
 _HOST_PORT = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")

@@ -34,7 +34,7 @@ from services.core.ledger.report import (
     pack_offset,
     unpack_numbers,
 )
-from services.core.lifecycle import wait_for_stop
+from services.core.process.lifecycle import wait_for_stop
 
 
 class LagTap:

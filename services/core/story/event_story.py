@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from services.core.event import read_arrival
-from services.core.masking import mask_text
+from services.core.security.masking import mask_text
 from services.core.story.facts import Event, Facts, lane_of
 from services.core.story.lane_story import SILENT, LaneStory
 from services.core.story.model import EventStory, Passage, PipeStory

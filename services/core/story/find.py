@@ -11,10 +11,25 @@ from services.core.audit import RESET, Entry, decode_entry
 from services.core.broker.contract import Broker
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.reading import scan
+from services.core.control.pauses import list_paused
 from services.core.dead_letter import Position
 from services.core.event import ID, ORIGIN, Origin
-from services.core.pauses import list_paused
-from services.core.pipes import PipeFile
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.topic_names import (
+    AUDIT,
+    DELAYS_S,
+    RETRIER_DEAD,
+    RETRY_IN,
+    dead_letter_topic,
+    delay_topic,
+    delivery_group,
+    delivery_topics,
+    lane_name,
+    output_topic,
+    parked_topic,
+    renames_of,
+    retry_topic,
+)
 from services.core.story.event_story import make_event_story
 from services.core.story.facts import Event, Facts, lane_of
 from services.core.story.model import EventStory, Searched, SearchedTopic, Story
@@ -32,21 +47,6 @@ from services.core.story.search import (
     time_of,
 )
 from services.core.times import format_time
-from services.core.topic_names import (
-    AUDIT,
-    DELAYS_S,
-    RETRIER_DEAD,
-    RETRY_IN,
-    dead_letter_topic,
-    delay_topic,
-    delivery_group,
-    delivery_topics,
-    lane_name,
-    output_topic,
-    parked_topic,
-    renames_of,
-    retry_topic,
-)
 
 DAY_MS = 86_400_000
 _V7_BEFORE_MS, _V7_AFTER_MS = 120_000, 3_600_000

@@ -7,9 +7,18 @@ from services.core.audit import DROP, RESET, SKIP
 from services.core.dead_letter import DeadLetter, Position
 from services.core.event import OUTPUTS
 from services.core.ledger.report import Outcome
-from services.core.masking import mask_text
-from services.core.pipes import Destination, is_retried
+from services.core.pipe_file.pipes import Destination, is_retried
+from services.core.pipe_file.topic_names import (
+    DELAYS_S,
+    RETRY_IN,
+    delay_topic,
+    delivery_group,
+    lane_name,
+    parked_topic,
+    retry_topic,
+)
 from services.core.retry_state import BREAKER_OPEN, RetryState, state_of
+from services.core.security.masking import mask_text
 from services.core.story.facts import DEAD, Event, Facts, failed_attempts_of, lane_of, source_of
 from services.core.story.model import Lane, Moment, Passage, State
 from services.core.story.moments import (
@@ -23,15 +32,6 @@ from services.core.story.moments import (
 )
 from services.core.story.search import Found, time_of
 from services.core.times import format_time
-from services.core.topic_names import (
-    DELAYS_S,
-    RETRY_IN,
-    delay_topic,
-    delivery_group,
-    lane_name,
-    parked_topic,
-    retry_topic,
-)
 
 _ORDER = [RETRY_IN, *(delay_topic(seconds) for seconds in reversed(DELAYS_S))]
 """The direction in which the retrier moves events."""

@@ -13,9 +13,9 @@ from services.core.broker.reading import scan
 from services.core.event import Origin
 from services.core.failed_attempts import FailedAttempt, parse_attempts
 from services.core.ledger.report import TELEMETRY, BadReport, Outcome, Report, decode_report, unpack_numbers
+from services.core.pipe_file.topic_names import lane_name
 from services.core.story.search import EARLY_MS, Budget, Search
 from services.core.times import date_of
-from services.core.topic_names import lane_name
 
 Step = tuple[str, str, str | None]
 """Node, pipe (of ingest the stream), destination."""

@@ -13,18 +13,18 @@ from dataclasses import replace
 
 import msgspec
 
-from services.core.authorization import (
+from services.core.broker.record import Batch, Record
+from services.core.event import TRACEPARENT, read_traceparent
+from services.core.http.client import MAX_RESPONSE, BadResponse, HttpClient, Response
+from services.core.http.failure import BAD_RESPONSE, Failure, classify, excerpt, parse_retry_after, printable
+from services.core.security.authorization import (
     NO_CREDENTIAL,
     Authorization,
     Credential,
     NoAuthorization,
     NoCredential,
 )
-from services.core.broker.record import Batch, Record
-from services.core.event import TRACEPARENT, read_traceparent
-from services.core.http_client import MAX_RESPONSE, BadResponse, HttpClient, Response
-from services.core.http_failure import BAD_RESPONSE, Failure, classify, excerpt, parse_retry_after, printable
-from services.core.signing import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, SigningKeys, sign
+from services.core.security.signing import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, SigningKeys, sign
 from services.expel.delivery import Delivery, Rendered
 from services.expel.retry_policy import Outcome, fail_by_status, is_recoverable
 from services.expel.webhook.body import BodyFormat, Renderer, render

@@ -20,9 +20,9 @@ from services.core.broker.log.cut import take_cut
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.several.brokers import DEFAULT
 from services.core.folders import make_folder, sync_folder
-from services.core.pipe_webhook import Secret
-from services.core.pipes import load_pipes
-from services.core.snapshot import list_copies, original_of
+from services.core.pipe_file.pipes import load_pipes
+from services.core.pipe_file.snapshot import list_copies, original_of
+from services.core.pipe_file.webhook import Secret
 from services.core.times import format_time
 from services.core.version import VERSION
 from services.core.yaml_source import BadConfiguration

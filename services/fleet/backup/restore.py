@@ -21,7 +21,7 @@ from services.core.broker.log.backup import adopt_log, check_topic
 from services.core.broker.log.data_folder import DataFolder, refuse_network
 from services.core.broker.record import Record
 from services.core.folders import make_folder, sync_folder
-from services.core.topic_names import AUDIT
+from services.core.pipe_file.topic_names import AUDIT
 from services.fleet.backup.checkpoints import renew_incarnations
 from services.fleet.backup.manifest import (
     CHECKPOINTS,

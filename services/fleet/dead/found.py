@@ -12,8 +12,8 @@ from services.core.broker.reading import read_topic
 from services.core.broker.record import Batch, Record
 from services.core.dead_letter import PREFIX, DeadLetter, Position, event_time
 from services.core.event import read_id
+from services.core.pipe_file.topic_names import RETRIER_DEAD, dead_letter_topic, lane_name
 from services.core.times import format_time
-from services.core.topic_names import RETRIER_DEAD, dead_letter_topic, lane_name
 from services.fleet.console import print_note
 from services.fleet.dead.audit import AuditedActions
 from services.fleet.problem import CommandFailed, unknown_name

@@ -18,15 +18,15 @@ from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Record, estimate_size
 from services.core.dead_letter import DeadLetter, Position, event_time, strip
 from services.core.event import FAULT, REDRIVEN
-from services.core.existing_topics import Translation
 from services.core.ledger.report import since_span
 from services.core.ledger.reporter import Reporter, new_instance
-from services.core.pipes import PipeFile
+from services.core.pipe_file.existing_topics import Translation
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.topic_names import lane_name, removed_lanes, retry_topic
 from services.core.retry_state import BadRetryRecord, RetryState, read_state, read_wait, wrap
-from services.core.topic_names import lane_name, removed_lanes, retry_topic
 from services.fleet.console import print_note
 from services.fleet.dead.audit import Auditor
-from services.fleet.pace import Pace
+from services.fleet.sending.pace import Pace
 
 REMEDIES = {
     "no_payload": "it was too large to be kept with its payload, and the event is gone from its source",

@@ -10,8 +10,8 @@ from rich.text import Text
 from services.core.audit import CANCEL, FREEZE, GROW, PLAN, UNFREEZE, Entry
 from services.core.causes import OTHER, Cause
 from services.core.dead_letter import DeadLetter
-from services.core.masking import mask_text
 from services.core.retry_state import MAX_DETAIL
+from services.core.security.masking import mask_text
 from services.core.times import format_time
 from services.fleet.console import make_table
 

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from services.core.scrape import Sample
+from services.core.process.scrape import Sample
 from services.fleet.console import make_table, print_note
 from services.fleet.demo.flights import CHAOS_PIPE, SHAKY, STEADY, Flight, Tracker, load_flights
 from services.fleet.demo.stage import (
@@ -33,10 +33,10 @@ from services.fleet.demo.stage import (
     send_flights,
 )
 from services.fleet.receiver import Receiver, serve_receiver
-from services.fleet.sender import SendSummary
-from services.fleet.status import BREAKER_STATES, worst_breaker
-from services.fleet.status_view import spread
-from services.fleet.supervisor import Fleet
+from services.fleet.sending.sender import SendSummary
+from services.fleet.status.reading import BREAKER_STATES, worst_breaker
+from services.fleet.status.view import spread
+from services.fleet.up.supervisor import Fleet
 
 EVENTS, RATE, BATCH = 2600, 200.0, 20
 HEALTHY_S = 5.0

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from services.core.scrape import Sample
+from services.core.process.scrape import Sample
 from services.fleet.console import print_note
 from services.fleet.demo.flights import DESTINATION, PIPE, PIPE_FILE, STREAM, Flight, Tracker, load_flights
 from services.fleet.demo.stage import (
@@ -28,10 +28,10 @@ from services.fleet.demo.stage import (
     send_flights,
 )
 from services.fleet.receiver import Receiver, serve_receiver
-from services.fleet.sender import SendSummary
-from services.fleet.status import quantiles
-from services.fleet.status_view import spread
-from services.fleet.supervisor import Fleet
+from services.fleet.sending.sender import SendSummary
+from services.fleet.status.reading import quantiles
+from services.fleet.status.view import spread
+from services.fleet.up.supervisor import Fleet
 
 RATE = 1000.0
 """Events per second. Without a pace the lag would show the length of the queue only."""

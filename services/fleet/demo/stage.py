@@ -15,21 +15,21 @@ from rich.text import Text
 
 from services.core.aws_emulator import AwsEmulator, EmulatorNotReady, use_credentials
 from services.core.lag import LagHistogram
-from services.core.scrape import Sample, scrape
-from services.core.signing import SigningKey, make_secret
+from services.core.process.scrape import Sample, scrape
+from services.core.security.signing import SigningKey, make_secret
 from services.fleet.console import ERR, print_note
 from services.fleet.demo.flights import STREAM, Flight
-from services.fleet.event_source import SourceEvent
 from services.fleet.observer_client import Observer, get_json, loss_table
-from services.fleet.ports import free_port
 from services.fleet.problem import CommandFailed
-from services.fleet.sender import SendingFailed, SendSummary, Target, send_events
-from services.fleet.settings import UpSettings
-from services.fleet.status import quantiles
+from services.fleet.sending.event_source import SourceEvent
+from services.fleet.sending.sender import SendingFailed, SendSummary, Target, send_events
+from services.fleet.status.reading import quantiles
 from services.fleet.stop import Stop, stop_on_signals
-from services.fleet.supervisor import Fleet
 from services.fleet.temporary import TemporaryFolder
-from services.fleet.up import fleet_of
+from services.fleet.up.ports import free_port
+from services.fleet.up.run import fleet_of
+from services.fleet.up.settings import UpSettings
+from services.fleet.up.supervisor import Fleet
 
 POLL_EVERY_S = 0.5
 PLAIN_EVERY_S = 2.0

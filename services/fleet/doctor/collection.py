@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from services.core.pipes import load_pipes
-from services.core.snapshot import original_of
-from services.core.targets import NoTargets, find_targets
+from services.core.pipe_file.pipes import load_pipes
+from services.core.pipe_file.snapshot import original_of
+from services.core.process.targets import NoTargets, find_targets
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import find_broker, find_pipes
 from services.fleet.doctor.collectors.bounds import bounded, describe, in_thread

@@ -7,12 +7,12 @@ from typing import Literal
 
 from services.core.broker.contract import Lag
 from services.core.broker.record import TopicPartition
+from services.core.control.pauses import Pause
+from services.core.control.transform_marks import TransformMark
 from services.core.group_report import GroupReport
-from services.core.pauses import Pause
-from services.core.pipes import PipeFile
-from services.core.scrape import Sample
-from services.core.topic_names import delivery_group, lane_name
-from services.core.transform_marks import TransformMark
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.topic_names import delivery_group, lane_name
+from services.core.process.scrape import Sample
 from services.fleet.folder import FleetState
 
 Answer = Literal["ready", "not ready", "silent", "refused"]

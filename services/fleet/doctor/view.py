@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from services.core.masking import mask_text
+from services.core.security.masking import mask_text
 from services.core.units import format_count
 from services.fleet.dead.view import plain
 from services.fleet.doctor.diagnosis import Cause, Diagnosis

@@ -1,1 +1,1 @@
-"""Moves a stream to another broker while the fleet runs (`services.core.homes` has the states, docs/migrating.md the page)."""
+"""Moves a stream to another broker while the fleet runs (states: `services.core.control.homes`; page: docs/migrating.md)."""

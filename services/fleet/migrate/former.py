@@ -8,7 +8,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.several.broker import SeveralBrokers
-from services.core.homes import Home, Homes
+from services.core.control.homes import Home, Homes
 from services.fleet.migrate.stream_source import require_fresh
 
 _PAGE = 500

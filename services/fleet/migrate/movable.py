@@ -5,7 +5,7 @@ from pathlib import Path
 
 from services.core.broker.connect import is_kinesis
 from services.core.broker.several.brokers import DEFAULT
-from services.core.pipes import PipeFile, load_pipes
+from services.core.pipe_file.pipes import PipeFile, load_pipes
 from services.fleet.problem import CommandFailed, unknown_name
 
 _KINESIS_KEEPS_S = 365 * 86_400

@@ -7,9 +7,9 @@ from functools import partial
 
 from services.core.broker.contract import Broker
 from services.core.broker.errors import Unavailable
-from services.core.homes import Home, base_of
-from services.core.pipes import PipeFile
-from services.core.topic_names import delivery_group, lanes_of, removed_lanes
+from services.core.control.homes import Home, base_of
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.topic_names import delivery_group, lanes_of, removed_lanes
 from services.fleet.migrate.copying import gather_few
 from services.fleet.problem import CommandFailed
 

@@ -7,12 +7,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from services.core import homes as timing
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.errors import AccessRefused, BrokerError, NotAllowed, TopicExists, UnknownTopic
 from services.core.broker.several.broker import SeveralBrokers
-from services.core.homes import Home, Homes, MigrationStep, State
-from services.core.pipes import PipeFile
+from services.core.control import homes as timing
+from services.core.control.homes import Home, Homes, MigrationStep, State
+from services.core.pipe_file.pipes import PipeFile
 from services.core.yaml_source import BadConfiguration
 from services.fleet.migrate.copying import CopyDiffers
 from services.fleet.migrate.exact_copy import ExactCopy

@@ -7,7 +7,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import Unavailable
 from services.core.broker.record import Batch, Record
 from services.core.broker.several.brokers import shifted_errors
-from services.core.homes import base_of
+from services.core.control.homes import base_of
 from services.fleet.migrate.copying import GIVE_UP, PAGE, CopyDiffers
 
 FENCE_S = 1800.0

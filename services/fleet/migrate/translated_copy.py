@@ -16,7 +16,7 @@ from functools import partial
 
 from services.core.broker.contract import Broker
 from services.core.broker.errors import Unavailable
-from services.core.homes import ANY_PARTITION
+from services.core.control.homes import ANY_PARTITION
 from services.fleet.migrate.copying import GIVE_UP, Complete, CopyDiffers, OriginCount, gather_few
 from services.fleet.migrate.stream_source import StreamSource
 from services.fleet.migrate.translated_partition import CopyFence, OffsetPair, TranslatedPartition

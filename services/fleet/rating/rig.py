@@ -12,23 +12,23 @@ import aiohttp
 import psutil
 from aiohttp import web
 
-from services.core.address import parse_address
 from services.core.broker.connect import open_broker
 from services.core.broker.errors import BrokerError
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.event import ARRIVAL, ID, ORIGIN, Origin
-from services.core.listening import serve_app
-from services.core.pipes import load_pipes
-from services.core.scrape import Sample, scrape
-from services.fleet.plan import FleetPlan
-from services.fleet.ports import free_port
+from services.core.http.address import parse_address
+from services.core.http.listening import serve_app
+from services.core.pipe_file.pipes import load_pipes
+from services.core.process.scrape import Sample, scrape
+from services.fleet.pipes.topics import provision
 from services.fleet.problem import CommandFailed
-from services.fleet.process import ServiceSpec
 from services.fleet.rating.steps import RatingStep, next_rate
 from services.fleet.stop import Stop
-from services.fleet.supervisor import run_fleet
-from services.fleet.topics import provision
+from services.fleet.up.plan import FleetPlan
+from services.fleet.up.ports import free_port
+from services.fleet.up.process import ServiceSpec
+from services.fleet.up.supervisor import run_fleet
 
 TICK_S = 0.05
 READY_WITHIN_S = 240.0

@@ -12,9 +12,9 @@ import typer
 from typer.models import CommandInfo, TyperInfo
 
 from services.core.dead_letter import Position
-from services.core.pipes import load_pipes
+from services.core.pipe_file.pipes import load_pipes
+from services.core.pipe_file.topic_names import lanes_of, removed_lanes, renames_of
 from services.core.times import parse_time
-from services.core.topic_names import lanes_of, removed_lanes, renames_of
 from services.core.version import VERSION
 from services.core.yaml_source import BadConfiguration
 from services.fleet.dead.found import Filter

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 import uvloop
 
-from services.core.pipes import PipeFile
+from services.core.pipe_file.pipes import PipeFile
 from services.fleet.access import find_broker, load_found_pipes, opened
 from services.fleet.console import OUT, print_note
 from services.fleet.cost import FleetSample, Prices, read_fleet, render_cost, summarise_cost

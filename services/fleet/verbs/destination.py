@@ -12,10 +12,10 @@ from rich.text import Text
 
 from services.core.broker.producer import Producer
 from services.core.causes import Causes
-from services.core.pauses import OPERATOR, Pause, list_paused, write_pause
-from services.core.pipes import PipeFile
-from services.core.scrape import Sample, scrape
-from services.core.topic_names import lane_name, renames_of
+from services.core.control.pauses import OPERATOR, Pause, list_paused, write_pause
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.topic_names import lane_name, renames_of
+from services.core.process.scrape import Sample, scrape
 from services.core.units import format_count
 from services.fleet.access import find_broker, find_fleet, find_pipes, load_found_pipes, opened
 from services.fleet.console import ERR, OUT, print_note
@@ -32,7 +32,7 @@ from services.fleet.paused import (
     read_pauses,
     split_lane,
 )
-from services.fleet.status import BREAKER_STATES
+from services.fleet.status.reading import BREAKER_STATES
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, PipeName, Pipes, Since, Until, example, make_filter
 
 DESTINATION = typer.Typer(help="Show, pause and resume destinations.", no_args_is_help=True)

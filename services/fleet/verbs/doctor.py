@@ -10,7 +10,7 @@ import typer
 import uvloop
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from services.core.targets import check_targets
+from services.core.process.targets import check_targets
 from services.fleet.console import ERR, OUT
 from services.fleet.doctor.checks import CHECKS
 from services.fleet.doctor.collection import Where, collect_facts

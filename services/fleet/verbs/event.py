@@ -14,7 +14,7 @@ from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn
 from rich.text import Text
 
-from services.core.pipes import PipeFile
+from services.core.pipe_file.pipes import PipeFile
 from services.core.story.find import Scope, find_story, make_scope
 from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, Searched, Story
 from services.core.story.search import Limits, Progress

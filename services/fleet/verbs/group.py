@@ -16,17 +16,17 @@ from rich.text import Text
 from services.core.audit import RESET, SKIP
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
-from services.core.pauses import Pause, list_paused
-from services.core.pipes import PipeFile
+from services.core.control.pauses import Pause, list_paused
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.topic_names import renames_of
 from services.core.times import date_of, parse_time
-from services.core.topic_names import renames_of
 from services.core.units import format_count
 from services.fleet.access import find_broker, find_fleet, load_found_pipes, opened
 from services.fleet.console import OUT, confirm, count_progress, make_table, print_note
 from services.fleet.dead.audit import Auditor, whoami
 from services.fleet.dead.view import plain
-from services.fleet.lanes import Lane, find_lanes, parse_offset
-from services.fleet.offsets import (
+from services.fleet.group.lanes import Lane, find_lanes, parse_offset
+from services.fleet.group.offsets import (
     LaneOffsets,
     Move,
     PartitionOffsets,
@@ -42,8 +42,8 @@ from services.fleet.offsets import (
 )
 from services.fleet.paused import pause_json
 from services.fleet.problem import CommandFailed
-from services.fleet.status import read_status, transform_lag
-from services.fleet.status_view import millis
+from services.fleet.status.reading import read_status, transform_lag
+from services.fleet.status.view import millis
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
 from services.fleet.verbs.destination import MAX_REASON
 from services.fleet.verbs.transform_restart import restart_transform

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from services.core.keys import ApiKey, add_key, expire_key, load_keys, make_key, revoke_key
-from services.core.signing import make_secret
+from services.core.security.keys import ApiKey, add_key, expire_key, load_keys, make_key, revoke_key
+from services.core.security.signing import make_secret
 from services.core.times import parse_date
 from services.core.units import parse_duration
 from services.core.yaml_source import describe

@@ -12,15 +12,15 @@ import typer
 import uvloop
 from rich.text import Text
 
-from services.core.credentials import BadCredential, read_value
-from services.core.masking import mask_text
-from services.core.pipe_webhook import Secret
-from services.core.signing import BadSecret, SigningKey, read_signing_keys
+from services.core.pipe_file.webhook import Secret
+from services.core.security.credentials import BadCredential, read_value
+from services.core.security.masking import mask_text
+from services.core.security.signing import BadSecret, SigningKey, read_signing_keys
 from services.fleet.console import OUT, print_note
-from services.fleet.ports import next_free_port
 from services.fleet.problem import CommandFailed
 from services.fleet.receiver import REFUSAL, Received, Receiver, serve_receiver
 from services.fleet.stop import stop_on_signals
+from services.fleet.up.ports import next_free_port
 from services.fleet.verbs.app import APP, example
 
 SHOWN_EVENTS = 3

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from services.core.ledger.minute import MINUTE_MS
+from services.core.pipe_file.topic_names import is_of_retrier
 from services.core.times import format_time, parse_time
-from services.core.topic_names import is_of_retrier
 from services.core.units import format_count
 from services.fleet.console import OUT, make_table, print_note
 from services.fleet.observer_client import describe_results, find_observer, get_json, loss_table, outcome_table

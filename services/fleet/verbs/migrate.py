@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from services.core.broker.connect import BadBrokerUrl
 from services.core.broker.errors import BrokerError
 from services.core.broker.several.broker import SeveralBrokers
+from services.core.control.homes import Homes
 from services.core.fleet_broker import open_with_homes
-from services.core.homes import Homes
-from services.core.pipes import PipeFile
+from services.core.pipe_file.pipes import PipeFile
 from services.core.units import format_count
 from services.fleet.access import find_broker, find_pipes
 from services.fleet.console import ERR, print_note

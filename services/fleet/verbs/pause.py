@@ -10,8 +10,8 @@ import uvloop
 from rich.text import Text
 
 from services.core.broker.producer import Producer
-from services.core.pauses import OPERATOR, Pause, Pauses, write_pause
-from services.core.pipes import load_pipes, own_streams
+from services.core.control.pauses import OPERATOR, Pause, Pauses, write_pause
+from services.core.pipe_file.pipes import load_pipes, own_streams
 from services.core.units import format_duration
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import ERR

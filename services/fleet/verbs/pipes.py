@@ -10,20 +10,18 @@ import typer
 import uvloop
 
 from services.core.broker.connect import BadBrokerUrl
-from services.core.existing_topics import existing_topics
 from services.core.fleet_broker import open_fleet_broker
-from services.core.pipes import PipeFile
-from services.core.topic_names import removed_lanes, removed_pipes
+from services.core.pipe_file.existing_topics import existing_topics
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.topic_names import removed_lanes, removed_pipes
 from services.core.units import DURATION_PATTERN, SIZE_PATTERN, format_count, format_duration, format_size
 from services.core.waiting import WaitingEvents
 from services.core.yaml_source import BadConfiguration, Problem
 from services.fleet.access import find_broker, find_networks
 from services.fleet.console import OUT, print_note
-from services.fleet.pipe_check import check_pipe_file, find_warnings
-from services.fleet.problem import CommandFailed
-from services.fleet.settings import master_of_transforms, networks_of_webhooks
-from services.fleet.state_check import check_states
-from services.fleet.topics import (
+from services.fleet.pipes.check import check_pipe_file, find_warnings
+from services.fleet.pipes.state_check import check_states
+from services.fleet.pipes.topics import (
     Checked,
     check_broker,
     check_changes,
@@ -32,7 +30,9 @@ from services.fleet.topics import (
     name_unclaimed,
     prepare,
 )
-from services.fleet.transform_modes import describe_modes, expected_modes
+from services.fleet.pipes.transform_modes import describe_modes, expected_modes
+from services.fleet.problem import CommandFailed
+from services.fleet.up.settings import master_of_transforms, networks_of_webhooks
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, example
 
 STARTER = """\

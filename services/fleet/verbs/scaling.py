@@ -15,7 +15,7 @@ from rich.text import Text
 
 from services.core.audit import FREEZE, UNFREEZE, write_act
 from services.core.broker.producer import Producer
-from services.core.freezes import ON_PLATFORM, Freeze, Freezes, write_freeze
+from services.core.control.freezes import ON_PLATFORM, Freeze, Freezes, write_freeze
 from services.core.times import format_time
 from services.core.units import parse_duration
 from services.fleet.access import find_broker, opened

@@ -16,13 +16,13 @@ import typer
 import uvloop
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from services.core.pipes import NAME_PATTERN, load_pipes
+from services.core.pipe_file.pipes import NAME_PATTERN, load_pipes
 from services.fleet.access import find_fleet, ingest_url, require_fleet
 from services.fleet.console import ERR, print_note
-from services.fleet.event_source import STDIN, BadInput, InputFile, read_events
 from services.fleet.folder import FleetState
 from services.fleet.problem import CommandFailed, unreadable_file
-from services.fleet.sender import GIVE_UP_AFTER_S, SendingFailed, SendSummary, Target, probe, send_events
+from services.fleet.sending.event_source import STDIN, BadInput, InputFile, read_events
+from services.fleet.sending.sender import GIVE_UP_AFTER_S, SendingFailed, SendSummary, Target, probe, send_events
 from services.fleet.stop import Stop, stop_on_signals
 from services.fleet.verbs.app import APP, Data, example
 

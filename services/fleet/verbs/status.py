@@ -10,12 +10,12 @@ import typer
 import uvloop
 from rich.live import Live
 
-from services.core.lifecycle import wait_for_stop
-from services.core.pipes import load_pipes
+from services.core.pipe_file.pipes import load_pipes
+from services.core.process.lifecycle import wait_for_stop
 from services.fleet.access import require_fleet
 from services.fleet.console import OUT
-from services.fleet.status import read_status, summarise
-from services.fleet.status_view import render_status
+from services.fleet.status.reading import read_status, summarise
+from services.fleet.status.view import render_status
 from services.fleet.stop import stop_on_signals
 from services.fleet.verbs.app import APP, Data, example
 

@@ -9,15 +9,14 @@ import uvloop
 
 from services.core.audit import RESET
 from services.core.broker.producer import Producer
-from services.core.pipes import PipeFile
-from services.core.transform_marks import TransformMark, read_transform_mark
+from services.core.control.transform_marks import TransformMark, read_transform_mark
+from services.core.pipe_file.pipes import PipeFile
 from services.core.units import format_count
 from services.fleet.access import opened
 from services.fleet.console import confirm, print_note
 from services.fleet.dead.audit import Auditor, whoami
 from services.fleet.folder import find_checkpoints
-from services.fleet.problem import CommandFailed
-from services.fleet.transform_reset import (
+from services.fleet.group.transform_reset import (
     Former,
     Restart,
     check_former,
@@ -31,6 +30,7 @@ from services.fleet.transform_reset import (
     set_aside,
     time_text,
 )
+from services.fleet.problem import CommandFailed
 
 
 def restart_transform(

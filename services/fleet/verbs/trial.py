@@ -10,8 +10,8 @@ import uvloop
 from rich.table import Table
 from rich.text import Text
 
-from services.core.pipe_stream import NO_SINGLE_FIELD
-from services.core.pipes import Pipe, PipeFile, load_pipes
+from services.core.pipe_file.pipes import Pipe, PipeFile, load_pipes
+from services.core.pipe_file.stream import NO_SINGLE_FIELD
 from services.core.sample import AbsentField, RefusedEvent, SampleRecord, TrialResult, UndeclaredField
 from services.core.times import format_time
 from services.core.units import format_count, format_duration
@@ -19,8 +19,7 @@ from services.core.yaml_source import BadConfiguration
 from services.fleet.access import find_broker
 from services.fleet.console import OUT, make_table, print_note
 from services.fleet.dead.view import plain
-from services.fleet.problem import CommandFailed
-from services.fleet.trial import (
+from services.fleet.pipes.trial import (
     MOST_EVENTS,
     Trial,
     find_absent_fields,
@@ -31,6 +30,7 @@ from services.fleet.trial import (
     run_transform,
     sum_up,
 )
+from services.fleet.problem import CommandFailed
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, example
 from services.fleet.verbs.pipes import PipeFilePath
 

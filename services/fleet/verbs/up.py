@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 import uvloop
 
-from services.core.settings import flag_help, resolve_settings
-from services.fleet.settings import UpSettings, refuse_overruled
-from services.fleet.up import run_up
+from services.core.process.settings import flag_help, resolve_settings
+from services.fleet.up.run import run_up
+from services.fleet.up.settings import UpSettings, refuse_overruled
 from services.fleet.verbs.app import APP, example
 
 Value = str | None

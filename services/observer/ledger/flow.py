@@ -5,8 +5,8 @@ from typing import NamedTuple
 import msgspec
 
 from services.core.ledger.report import Node
-from services.core.pipes import PipeFile, is_retried
-from services.core.topic_names import renames_of
+from services.core.pipe_file.pipes import PipeFile, is_retried
+from services.core.pipe_file.topic_names import renames_of
 
 
 class Step(NamedTuple):

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 from aiohttp import web
 
-from services.core.lifecycle import wait_for_stop
-from services.core.page_files import GUARDS, add_file
+from services.core.http.page_files import GUARDS, add_file
+from services.core.process.lifecycle import wait_for_stop
 from services.observer.view import View
 
 MAX_CLIENTS = 64

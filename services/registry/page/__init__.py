@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from aiohttp import hdrs, web
 
-from services.core.page_files import GUARDS, add_file
+from services.core.http.page_files import GUARDS, add_file
 
 
 def add_page(app: web.Application, page: Mapping[str, bytes]) -> None:

@@ -61,7 +61,7 @@ private class BearerToken(found: (String, Long)) extends OAuthBearerToken {
 private object Secret {
   private val Note = "(?m)^[ \\t]*#[ \\t]*expires\\b.*$".r
 
-  /** The one line of the file or variable that the options name, as `services.core.credentials.read_value`. */
+  /** The one line of the file or variable that the options name, as `services.core.security.credentials.read_value`. */
   def read(options: Map[String, String]): String = {
     val (where, content) = options.get("env") match {
       case Some(name) => s"the variable $name" -> Option(System.getenv(name)).getOrElse(missing(s"the variable $name"))

@@ -13,7 +13,7 @@ import software.amazon.awssdk.http.{SdkHttpMethod, SdkHttpRequest}
 import software.amazon.awssdk.identity.spi.AwsCredentialsIdentity
 import software.amazon.awssdk.profiles.ProfileFileSupplier
 
-/** Tokens for AWS MSK with IAM, as `services.core.msk_token` makes them, from the credentials that AWS's SDK finds on this host. */
+/** Tokens for AWS MSK with IAM, as `services.core.security.msk_token` makes them, from the credentials that AWS's SDK finds on this host. */
 private object MskToken {
   private val Lifetime = Duration.ofMinutes(15)
   private val Signer = AwsV4HttpSigner.create()

@@ -9,7 +9,7 @@ import java.util.Base64
 import javax.net.ssl.HttpsURLConnection
 import scala.collection.mutable
 
-/** Tokens of an OAuth token server (client credentials), shared by all clients of this Java: `services.core.oauth` in short.
+/** Tokens of an OAuth token server (client credentials), shared by all clients of this Java: `services.core.security.oauth` in short.
   *
   * A token is used until shortly before its end. A server that failed is asked again HoldMs later. Thread-safe; waits for the server
   * up to twice TimeoutMs.

@@ -17,7 +17,7 @@ from services.core.broker.errors import BrokerError
 from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.record import Batch, TopicPartition
 from services.core.consuming import GroupMember, Membership
-from services.core.progress import Step
+from services.core.process.progress import Step
 from tests.simulation.machine import Process
 
 COMMIT_S = 0.7

@@ -7,8 +7,8 @@ import pytest
 
 from services.autoscaler.app import start
 from services.autoscaler.settings import AutoscalerSettings
-from services.core.lifecycle import Supervision
-from services.core.settings import load_settings
+from services.core.process.lifecycle import Supervision
+from services.core.process.settings import load_settings
 from services.core.yaml_source import BadConfiguration
 
 

@@ -26,12 +26,12 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
-from services.core.key_marks import write_key_marks
+from services.core.control.key_marks import write_key_marks
 from services.core.metrics import INGEST_BYTES
-from services.core.pipe_stream import Stream
-from services.core.pipes import PipeFile
-from services.core.provision import Recorder, ensure_topics
-from services.core.topic_names import AUDIT
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.provision import Recorder, ensure_topics
+from services.core.pipe_file.stream import Stream
+from services.core.pipe_file.topic_names import AUDIT
 from services.fleet.dead.audit import read_audit
 from tests.contract.traffic import append
 from tests.support.metrics_port import serve_metrics

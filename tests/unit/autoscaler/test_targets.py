@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from services.autoscaler.settings import AutoscalerSettings
-from services.core.settings import load_settings
-from services.core.targets import NoTargets, Target, find_targets, read_targets
+from services.core.process.settings import load_settings
+from services.core.process.targets import NoTargets, Target, find_targets, read_targets
 from services.core.yaml_source import BadConfiguration
 
 

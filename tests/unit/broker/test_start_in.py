@@ -1,7 +1,7 @@
 """Where a group begins in topics that are kept for it."""
 
-from services.core import topic_names
 from services.core.broker.contract import start_in
+from services.core.pipe_file import topic_names
 
 
 def test_our_own_topics_are_read_from_the_earliest() -> None:

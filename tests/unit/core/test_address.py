@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.core.address import is_loopback_authority, parse_address
+from services.core.http.address import is_loopback_authority, parse_address
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from services.core.columns import find_column_mistakes
+from services.core.pipe_file.columns import find_column_mistakes
 from services.core.yaml_source import BadConfiguration
-from services.fleet.pipe_check import check_pipe_file
+from services.fleet.pipes.check import check_pipe_file
 
 MISTAKES = {
     "id STRNG NOT NULL": ["field id: there is no type STRNG; did you mean STRING?"],

@@ -27,7 +27,9 @@ from services.core.event import (
     Origin,
     is_of_topic,
 )
-from services.core.existing_topics import (
+from services.core.ledger.accumulator import _ORIGIN
+from services.core.ledger.report import MAX_NUMBER
+from services.core.pipe_file.existing_topics import (
     DAY_MS,
     LATEST_MS,
     MOMENT,
@@ -40,11 +42,9 @@ from services.core.existing_topics import (
     existing_topics,
     target_homes,
 )
-from services.core.ledger.accumulator import _ORIGIN
-from services.core.ledger.report import MAX_NUMBER
-from services.core.pipe_references import find_broken_references
-from services.core.pipe_stream import Stream
-from services.core.pipes import PipeFile
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.references import find_broken_references
+from services.core.pipe_file.stream import Stream
 from tests.support.existing_cases import NUMBERS, ONLY_HEADERS, PARSED_HERE, PAYLOADS, TIMES
 
 PAGE = Path(__file__).parents[3] / "docs/existing-topics.md"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
-from services.core import disk
-from services.core.disk import measure_disks, show_disk
-from services.core.expected import list_expected, show_expected
-from services.core.pipes import PipeFile
+from services.core.pipe_file.pipes import PipeFile
+from services.core.process import disk
+from services.core.process.disk import measure_disks, show_disk
+from services.core.process.expected import list_expected, show_expected
 
 STREAMS: dict[str, object] = {"orders": {}}
 WEBHOOK = {"name": "crm", "webhook": {"url": "https://crm.example.com/", "secret": {"env": "CRM"}}}

@@ -6,8 +6,8 @@ import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from services.core.bearer import Tokens
 from services.core.group_control import GroupControl, GroupState, SizeRefused
+from services.core.security.bearer import Tokens
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 

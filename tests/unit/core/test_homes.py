@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from services.core import homes
 from services.core.broker.contract import Appended, Broker, TopicSpec
 from services.core.broker.errors import OutcomeUnknown, Unavailable, UnsafeTopic
 from services.core.broker.log import LogBroker
@@ -19,10 +18,11 @@ from services.core.broker.several import brokers
 from services.core.broker.several.broker import SeveralBrokers, open_several
 from services.core.broker.several.brokers import DEFAULT
 from services.core.clock import boot_seconds
+from services.core.control import homes
+from services.core.control.homes import Home, Homes, MigrationStep, State
 from services.core.fleet_broker import open_fleet_broker
-from services.core.homes import Home, Homes, MigrationStep, State
-from services.core.pipes import PipeFile
-from services.core.topic_names import CONTROL
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.topic_names import CONTROL
 
 STEPS: tuple[State, ...] = ("copying", "held", "written", "moved", "finished")
 

@@ -17,15 +17,15 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import ReadOnlyCredentials
 from prometheus_client import REGISTRY
 
-from services.core import kafka_security
 from services.core.broker.errors import Unavailable
 from services.core.broker.kafka import access as module
 from services.core.broker.kafka.access import FIRST_HOLD_S, LONGEST_HOLD_S, Access, RefusedError, access_by
 from services.core.broker.kafka.cluster import Cluster, Timing
-from services.core.expiry import untils_of_pem
-from services.core.kafka_security import UnusableSecurity, load_security, measure_certificates, read_login
-from services.core.management import serve_management
-from services.core.msk_token import sign
+from services.core.process.management import serve_management
+from services.core.security import kafka as kafka_security
+from services.core.security.expiry import untils_of_pem
+from services.core.security.kafka import UnusableSecurity, load_security, measure_certificates, read_login
+from services.core.security.msk_token import sign
 from services.core.yaml_source import BadConfiguration
 
 _SCRAM = "sasl: {mechanism: SCRAM-SHA-256, user: ann, password: {file: password}}\n"

@@ -11,8 +11,8 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
-from services.core.key_marks import KeyMarker, read_key_marks, write_key_marks
-from services.core.topic_names import CONTROL
+from services.core.control.key_marks import KeyMarker, read_key_marks, write_key_marks
+from services.core.pipe_file.topic_names import CONTROL
 from tests.contract.traffic import append, until
 
 
@@ -85,7 +85,7 @@ async def test_a_broker_that_was_set_up_anew_is_marked_again(
     broker: Broker, producer: Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Broken: a service that runs meanwhile believes its own memory, and the autoscaler the mark `none` of the new topic."""
-    monkeypatch.setattr("services.core.key_marks.CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr("services.core.control.key_marks.CHECK_EVERY_S", 0.01)
     await broker.admin.create_topic(TopicSpec(CONTROL, 1))
     marker, stopping = KeyMarker(producer, broker.reader, "ingest"), asyncio.Event()
     await marker.mark("orders")
@@ -108,7 +108,7 @@ async def test_a_mark_that_is_not_durable_is_none(
     await marker.mark("orders")
     assert not marker.is_marked("orders"), "there is no topic, so every stream counts as keyed"
     await broker.admin.create_topic(TopicSpec(CONTROL, 1))
-    monkeypatch.setattr("services.core.key_marks._ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr("services.core.control.key_marks._ASK_AGAIN_S", 0.0)
     marker = KeyMarker(producer, broker.reader, "ingest")
 
     async def fail(*_: object) -> None:

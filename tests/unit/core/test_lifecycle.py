@@ -11,9 +11,9 @@ import pytest
 PROGRAM = """
 import asyncio, sys
 from typing import ClassVar
-from services.core import lifecycle
-from services.core.lifecycle import Supervision, run_service
-from services.core.settings import Settings
+from services.core.process import lifecycle
+from services.core.process.lifecycle import Supervision, run_service
+from services.core.process.settings import Settings
 from services.core.yaml_source import BadConfiguration, Problem
 
 class Sample(Settings):

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from services.core.masking import mask_secrets
+from services.core.security.masking import mask_secrets
 
 SECRET = "hunter2hunter2"
 
@@ -34,7 +34,7 @@ def test_every_line_is_json_libraries_and_tracebacks_included() -> None:
     """Broken: a log collector cannot read some lines, or a traceback shows a secret."""
     program = f"""
 import logging
-from services.core.lifecycle import configure_logs
+from services.core.process.lifecycle import configure_logs
 import structlog
 configure_logs("sample", "info")
 structlog.get_logger().debug("not shown")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.core.pipe_stream import NO_SINGLE_FIELD
-from services.core.pipes import PipeFile, load_pipes, needs_retrier, pipe_version, read_what_is_right
-from services.core.topic_names import dead_letter_topic, delivery_group, delivery_topics, output_topic
+from services.core.pipe_file.pipes import PipeFile, load_pipes, needs_retrier, pipe_version, read_what_is_right
+from services.core.pipe_file.stream import NO_SINGLE_FIELD
+from services.core.pipe_file.topic_names import dead_letter_topic, delivery_group, delivery_topics, output_topic
 from services.core.yaml_source import BadConfiguration
 
 GOOD = """\

@@ -4,8 +4,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from services.core import scrape as scraping
-from services.core.scrape import Sample, scrape
+from services.core.process import scrape as scraping
+from services.core.process.scrape import Sample, scrape
 
 
 async def ask(metrics: web.Response, ready: int = 200) -> tuple[Sample, str]:

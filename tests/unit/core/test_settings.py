@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 from pydantic import Field
 
-from services.core.settings import Settings, load_settings
+from services.core.process.settings import Settings, load_settings
 from services.core.units import Duration, Size
 from services.core.yaml_source import BadConfiguration
 from spark.settings import TransformSettings

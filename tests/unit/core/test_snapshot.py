@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from services.core.pipes import load_pipes
-from services.core.snapshot import (
+from services.core.pipe_file.pipes import load_pipes
+from services.core.pipe_file.snapshot import (
     SNAPSHOT_VARIABLE,
     copy_in,
     list_copies,
@@ -15,7 +15,7 @@ from services.core.snapshot import (
     write_snapshot,
 )
 from services.core.yaml_source import BadConfiguration
-from services.fleet.topics import compare_prefix
+from services.fleet.pipes.topics import compare_prefix
 
 PIPES = """
 streams: {s: {}}

@@ -9,10 +9,10 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
-from services.core.key_marks import read_key_marks, write_key_marks
-from services.core.pauses import Pause, list_paused, write_pause
-from services.core.topic_names import CONTROL
-from services.core.transform_marks import Begin, TransformMarks, read_transform_mark, write_transform_mark
+from services.core.control.key_marks import read_key_marks, write_key_marks
+from services.core.control.pauses import Pause, list_paused, write_pause
+from services.core.control.transform_marks import Begin, TransformMarks, read_transform_mark, write_transform_mark
+from services.core.pipe_file.topic_names import CONTROL
 from services.core.waiting import Bookmark, read_bookmark, write_bookmark
 
 

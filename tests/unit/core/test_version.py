@@ -17,12 +17,13 @@ from services.core.broker.errors import BrokerError, NewerFormat
 from services.core.broker.log.high_water_marks import HighWaterMarks
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
-from services.core.freezes import Freeze, Freezes
-from services.core.homes import Homes, MigrationStep
+from services.core.control.freezes import Freeze, Freezes
+from services.core.control.homes import Homes, MigrationStep
+from services.core.control.pauses import Pause, Pauses
+from services.core.control.topic import Versioned
 from services.core.ledger.report import BadReport, NewerReport, OriginSet, Report, decode_known, pack_numbers
-from services.core.pauses import Pause, Pauses, Versioned
-from services.core.snapshot import copy_in, write_snapshot
-from services.core.topic_names import CONTROL
+from services.core.pipe_file.snapshot import copy_in, write_snapshot
+from services.core.pipe_file.topic_names import CONTROL
 from services.core.version import newer_format
 from services.core.waiting import Bookmark, read_bookmark, write_bookmark
 from services.fleet.folder import STATE_FILE, read_state

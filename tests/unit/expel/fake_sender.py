@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from services.core.broker.record import Batch, Record
-from services.core.http_failure import Failure
+from services.core.http.failure import Failure
 from services.expel.delivery import Delivery, Rendered
 from services.expel.dispatcher import LaneConfig
 from services.expel.retry_policy import Outcome, RetryLimits

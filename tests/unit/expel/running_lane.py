@@ -10,8 +10,8 @@ from prometheus_client import REGISTRY
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.broker.retry import AppendPolicy
-from services.core.pauses import Pause, Pauses, write_pause
-from services.core.topic_names import CONTROL
+from services.core.control.pauses import Pause, Pauses, write_pause
+from services.core.pipe_file.topic_names import CONTROL
 from services.expel.delivery import Delivery
 from services.expel.dispatcher import Dispatcher
 from services.expel.lane import Lane

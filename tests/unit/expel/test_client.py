@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from services.core import http_client
-from services.core.http_client import HttpClient
-from services.core.net_guard import NetPolicy, parse_networks
-from services.core.resolver import Resolver
+from services.core.http import client as http_client
+from services.core.http.client import HttpClient
+from services.core.http.net_guard import NetPolicy, parse_networks
+from services.core.http.resolver import Resolver
 from tests.unit.expel import receiver as bad
 from tests.unit.expel.receiver import open_receiver, open_socket_server, wait_until
 

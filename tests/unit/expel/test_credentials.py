@@ -17,10 +17,15 @@ import structlog
 from aiohttp import web
 from prometheus_client import REGISTRY
 
-from services.core import authorization, credentials, dead_letter, file_watch
-from services.core.authorization import Credential, NoCredential, SecretHeader
+from services.core import dead_letter
 from services.core.broker.connect import open_broker
-from services.core.credentials import (
+from services.core.http.net_guard import NetPolicy
+from services.core.pipe_file.destination_check import check_destinations, find_exposed_secrets
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.webhook import Secret, Tls, Webhook
+from services.core.security import authorization, credentials, file_watch
+from services.core.security.authorization import Credential, NoCredential, SecretHeader
+from services.core.security.credentials import (
     BadCredential,
     Credentials,
     LiveValue,
@@ -29,10 +34,6 @@ from services.core.credentials import (
     read_value,
     watch_credentials,
 )
-from services.core.destination_check import check_destinations, find_exposed_secrets
-from services.core.net_guard import NetPolicy
-from services.core.pipe_webhook import Secret, Tls, Webhook
-from services.core.pipes import PipeFile
 from services.core.yaml_source import BadConfiguration, parse_yaml, validate_document
 from tests.support.waiting_events import store, stored
 from tests.unit.expel.fake_sender import make_record

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from services.core.destination_check import check_destinations, check_header
-from services.core.net_guard import NetPolicy
-from services.core.pipes import PipeFile
+from services.core.http.net_guard import NetPolicy
+from services.core.pipe_file.destination_check import check_destinations, check_header
+from services.core.pipe_file.pipes import PipeFile
 from services.core.yaml_source import parse_yaml, validate_document
 
 GOOD = """\

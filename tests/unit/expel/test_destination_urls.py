@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import pytest
 
-from services.core import http_client
-from services.core.http_client import HttpClient
-from services.core.net_guard import NetPolicy, check_destination_url, parse_endpoints, parse_networks
-from services.core.resolver import AddressInfo, Lookup, NameNotFound, RefusedAddress, Resolver
+from services.core.http import client as http_client
+from services.core.http.client import HttpClient
+from services.core.http.net_guard import NetPolicy, check_destination_url, parse_endpoints, parse_networks
+from services.core.http.resolver import AddressInfo, Lookup, NameNotFound, RefusedAddress, Resolver
 
 OWN = NetPolicy(own=parse_endpoints("8.8.4.4:8080,ingest.example.com:443"))
 PUBLIC = "8.8.8.8"

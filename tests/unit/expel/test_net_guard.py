@@ -4,7 +4,13 @@ import re
 
 import pytest
 
-from services.core.net_guard import NetPolicy, check_destination_url, parse_endpoints, parse_networks, refuse_address
+from services.core.http.net_guard import (
+    NetPolicy,
+    check_destination_url,
+    parse_endpoints,
+    parse_networks,
+    refuse_address,
+)
 
 STRICT = NetPolicy()
 LOCAL = NetPolicy(allow=parse_networks("127.0.0.0/8, ::1/128"), own=parse_endpoints("127.0.0.1:8080"))

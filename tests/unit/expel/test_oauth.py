@@ -14,17 +14,17 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core import oauth
-from services.core.authorization import Credential, NoCredential, mask_secret
 from services.core.broker.connect import open_broker
-from services.core.credentials import LiveValue
-from services.core.http_client import HttpClient, Response
-from services.core.http_failure import Failure
-from services.core.net_guard import NetPolicy
-from services.core.oauth import MAX_TOKEN_RESPONSE, OAuthClient
-from services.core.pipe_webhook import OAuth, Secret
-from services.core.resolver import Resolver
-from services.core.signing import SigningKeys
+from services.core.http.client import HttpClient, Response
+from services.core.http.failure import Failure
+from services.core.http.net_guard import NetPolicy
+from services.core.http.resolver import Resolver
+from services.core.pipe_file.webhook import OAuth, Secret
+from services.core.security import oauth
+from services.core.security.authorization import Credential, NoCredential, mask_secret
+from services.core.security.credentials import LiveValue
+from services.core.security.oauth import MAX_TOKEN_RESPONSE, OAuthClient
+from services.core.security.signing import SigningKeys
 from services.expel.webhook.body import make_format
 from services.expel.webhook.sender import WebhookSender, read_outcome
 from tests.support.waiting_events import store, stored

@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY
 
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.event import OUTPUTS
-from services.core.pipes import PipeFile
+from services.core.pipe_file.pipes import PipeFile
 from services.expel.output_filter import OutputFilter
 from services.expel.retry_policy import Outcome
 from tests.unit.expel.fake_broker import FakeBroker

@@ -17,10 +17,10 @@ from services.core.broker.errors import BrokerError, Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.broker.retry import AppendPolicy
-from services.core.pipes import PipeFile, Removed, load_pipes
-from services.core.provision import ensure_topics
+from services.core.pipe_file.pipes import PipeFile, Removed, load_pipes
+from services.core.pipe_file.provision import ensure_topics
+from services.core.pipe_file.topic_names import AUDIT
 from services.core.retry_state import unwrap
-from services.core.topic_names import AUDIT
 from services.core.waiting import Bookmark, find_waiting
 from services.expel.dedup import RetryTopicFilter
 from services.expel.removed import RemovedLane

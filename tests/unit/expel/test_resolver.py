@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from services.core import resolver as resolver_module
-from services.core.net_guard import NetPolicy
-from services.core.resolver import AddressInfo, RefusedAddress, Resolver, find_addresses
+from services.core.http import resolver as resolver_module
+from services.core.http.net_guard import NetPolicy
+from services.core.http.resolver import AddressInfo, RefusedAddress, Resolver, find_addresses
 
 PUBLIC: list[AddressInfo] = [(socket.AF_INET, 1, 6, "", ("93.184.216.34", 0))]
 

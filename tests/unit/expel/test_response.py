@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.core.http_client import MAX_HEAD, MAX_RESPONSE, BadResponse, Response, ResponseReader
+from services.core.http.client import MAX_HEAD, MAX_RESPONSE, BadResponse, Response, ResponseReader
 
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"

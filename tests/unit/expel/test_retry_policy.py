@@ -6,7 +6,7 @@ import backoff
 import pytest
 
 from services.core.broker.record import Record
-from services.core.http_failure import MAX_HOLD, Failure, parse_retry_after
+from services.core.http.failure import MAX_HOLD, Failure, parse_retry_after
 from services.expel.delivery import Delivery
 from services.expel.retry_policy import Action, RetryDecision, RetryLimits, RetryPolicy, fail_by_status
 from services.expel.slow_start import TokenBucket

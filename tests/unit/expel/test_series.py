@@ -11,9 +11,9 @@ from prometheus_client.registry import Collector
 
 from services.core import metrics
 from services.core.broker.record import Record, TopicPartition
-from services.core.http_failure import Failure
+from services.core.http.failure import Failure
 from services.core.lag import LagFamily
-from services.core.oauth import GRANTED
+from services.core.security.oauth import GRANTED
 from services.expel.circuit_breaker import MIN_ATTEMPTS
 from services.expel.delivery import Delivery, OffsetRun
 from services.expel.metrics import OTHER, LaneMetrics, WordCounter

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from standardwebhooks.webhooks import Webhook, WebhookVerificationError
 
-from services.core.pipe_webhook import Secret
-from services.core.signing import BadSecret, BadSignature, SigningKey, read_signing_keys, sign, verify
+from services.core.pipe_file.webhook import Secret
+from services.core.security.signing import BadSecret, BadSignature, SigningKey, read_signing_keys, sign, verify
 
 OLD = "whsec_" + base64.b64encode(b"o" * 24).decode()
 NEW = "whsec_" + base64.b64encode(b"n" * 32).decode()

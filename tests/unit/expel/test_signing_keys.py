@@ -9,10 +9,10 @@ import pytest
 import structlog
 from prometheus_client import REGISTRY
 
-from services.core import file_watch
 from services.core.broker.connect import open_broker
-from services.core.pipe_webhook import Secret
-from services.core.signing import BadSecret, BadSignature, SigningKey, SigningKeys, verify, watch_secret
+from services.core.pipe_file.webhook import Secret
+from services.core.security import file_watch
+from services.core.security.signing import BadSecret, BadSignature, SigningKey, SigningKeys, verify, watch_secret
 from services.expel.plan import read_plan, watch_secrets
 from services.expel.settings import ExpelSettings
 from tests.support.waiting_events import store

@@ -7,8 +7,8 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.broker.retry import AppendPolicy
-from services.core.key_marks import KeyMarker
-from services.core.topic_names import CONTROL
+from services.core.control.key_marks import KeyMarker
+from services.core.pipe_file.topic_names import CONTROL
 from services.expel.delivery import Delivery
 from services.expel.stream_sender import StreamSender
 from tests.support.memory_appender import MemoryAppender

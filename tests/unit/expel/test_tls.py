@@ -14,13 +14,13 @@ import pytest
 from aiohttp import web
 from prometheus_client import REGISTRY
 
-from services.core import http_client
-from services.core.credentials import BadCredential, LiveValue, read_credentials, read_tls, watch_credentials
-from services.core.http_client import HttpClient
-from services.core.http_failure import classify
-from services.core.net_guard import NetPolicy, parse_networks
-from services.core.pipe_webhook import Tls, Webhook
-from services.core.resolver import AddressInfo, Resolver
+from services.core.http import client as http_client
+from services.core.http.client import HttpClient
+from services.core.http.failure import classify
+from services.core.http.net_guard import NetPolicy, parse_networks
+from services.core.http.resolver import AddressInfo, Resolver
+from services.core.pipe_file.webhook import Tls, Webhook
+from services.core.security.credentials import BadCredential, LiveValue, read_credentials, read_tls, watch_credentials
 from tests.support.authority import Authority
 from tests.support.serving import serve_on_loopback
 

@@ -11,13 +11,13 @@ import orjson
 import pytest
 from aiohttp import web
 
-from services.core import resolver
 from services.core.broker.record import Batch, Record
-from services.core.http_client import MAX_RESPONSE, HttpClient
-from services.core.http_failure import Failure
-from services.core.net_guard import NetPolicy, parse_endpoints, parse_networks
-from services.core.resolver import Resolver
-from services.core.signing import SigningKey, SigningKeys
+from services.core.http import resolver
+from services.core.http.client import MAX_RESPONSE, HttpClient
+from services.core.http.failure import Failure
+from services.core.http.net_guard import NetPolicy, parse_endpoints, parse_networks
+from services.core.http.resolver import Resolver
+from services.core.security.signing import SigningKey, SigningKeys
 from services.expel.delivery import Delivery
 from services.expel.retry_policy import Action, Outcome, RetryLimits, RetryPolicy
 from services.expel.webhook.body import make_format
@@ -314,7 +314,7 @@ async def test_our_own_shortage_uses_up_no_attempt(number: int, monkeypatch: pyt
         raise OSError(number, "short")
 
     async with open_receiver() as receiver:
-        monkeypatch.setattr("services.core.http_client.refuse_address", refuse)
+        monkeypatch.setattr("services.core.http.client.refuse_address", refuse)
         found = failure(await attempt(receiver.url))
     assert (found.reason, found.ours) == ("own_limits", True)
     assert RetryPolicy(RetryLimits(4, 0.1, 1.0)).choose(found, 99) is Action.RETRY

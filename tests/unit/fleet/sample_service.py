@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import structlog
 
-from services.core.lifecycle import Supervision, run_service
-from services.core.management import serve_management
-from services.core.settings import Settings
+from services.core.process.lifecycle import Supervision, run_service
+from services.core.process.management import serve_management
+from services.core.process.settings import Settings
 from services.core.yaml_source import BadConfiguration, Problem
 
 MODE_FILE = "mode"

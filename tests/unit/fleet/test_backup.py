@@ -31,8 +31,8 @@ from services.core.broker.log.row_format import pack_all
 from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.log.topic_writer import Fence, TopicWriter
 from services.core.broker.record import Record, TopicPartition
-from services.core.snapshot import write_snapshot
-from services.core.topic_names import AUDIT
+from services.core.pipe_file.snapshot import write_snapshot
+from services.core.pipe_file.topic_names import AUDIT
 from services.fleet.backup import manifest
 from services.fleet.backup.checkpoints import copy_checkpoint, read_checkpoints, renew_incarnations
 from services.fleet.backup.create import Made, Show, Source, create_backup

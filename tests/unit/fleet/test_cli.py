@@ -19,16 +19,16 @@ import pytest
 import structlog
 from typer.main import get_command
 
-from services.core.keys import load_keys
-from services.core.pipe_stream import NO_SINGLE_FIELD
-from services.core.settings import variable_name
-from services.fleet import sender
+from services.core.pipe_file.stream import NO_SINGLE_FIELD
+from services.core.process.settings import variable_name
+from services.core.security.keys import load_keys
 from services.fleet.access import ingest_url
 from services.fleet.cli import load_verbs
-from services.fleet.event_source import SourceEvent
 from services.fleet.folder import FleetState, write_state
-from services.fleet.ports import free_port
-from services.fleet.settings import UpSettings, keys_of_ingest
+from services.fleet.sending import sender
+from services.fleet.sending.event_source import SourceEvent
+from services.fleet.up.ports import free_port
+from services.fleet.up.settings import UpSettings, keys_of_ingest
 from services.fleet.verbs.app import APP
 from tests.unit.fleet.conftest import Shell, at_broker
 

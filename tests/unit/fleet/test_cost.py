@@ -10,7 +10,7 @@ from infra.aws.streams import make_template
 from services.core.broker.contract import TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.record import Record
-from services.core.pipes import PipeFile
+from services.core.pipe_file.pipes import PipeFile
 from services.fleet.cost import (
     HOURS_PER_MONTH,
     FleetSample,

@@ -19,14 +19,14 @@ from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.causes import Causes, normalise
 from services.core.dead_letter import DeadLetter, Position
 from services.core.event import FAULT, ID, ORIGIN, REDRIVEN
-from services.core.existing_topics import Translation
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
-from services.core.pipe_stream import Stream
-from services.core.pipes import PipeFile
-from services.core.provision import ensure_topics
+from services.core.pipe_file.existing_topics import Translation
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.provision import ensure_topics
+from services.core.pipe_file.stream import Stream
+from services.core.pipe_file.topic_names import AUDIT, RETRIER_DEAD, renames_of
 from services.core.retry_state import read_state, unwrap
 from services.core.times import parse_time
-from services.core.topic_names import AUDIT, RETRIER_DEAD, renames_of
 from services.expel.dedup import RetryTopicFilter
 from services.fleet.dead.audit import AuditedActions, Auditor, read_audit
 from services.fleet.dead.found import DeadLetterSearch, Filter, restore, with_payloads

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.fleet import event_source
-from services.fleet.event_source import BadInput, SourceEvent, read_events
+from services.fleet.sending import event_source
+from services.fleet.sending.event_source import BadInput, SourceEvent, read_events
 
 TRICKY = [
     b'{"id":"1","n":12345678901234567890123,"f":1.10}',

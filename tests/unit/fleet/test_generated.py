@@ -12,7 +12,7 @@ import yaml
 
 from infra.dev.pipe_file_page import find_example, find_places, meaning, object_of, pipe_file_page, references
 from infra.dev.write_generated import FILES, MODELS, ROOT, default_config
-from services.core.settings import load_settings
+from services.core.process.settings import load_settings
 from services.fleet.verbs.pipes import STARTER
 
 SCHEMA: dict[str, Any] = json.loads((ROOT / "schema" / "pipes.schema.json").read_text())

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.fleet import kafka
 from services.fleet.stop import Stop
+from services.fleet.up import kafka
 
 
 class FakeCluster:

@@ -17,8 +17,8 @@ from services.core.broker.log.retention import remove_before
 from services.core.broker.log.topic_store import TopicStore
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
-from services.core.homes import Home, MigrationStep
-from services.core.pipes import PipeFile
+from services.core.control.homes import Home, MigrationStep
+from services.core.pipe_file.pipes import PipeFile
 from services.fleet.migrate import exact_copy, positions, steps
 from services.fleet.migrate.copying import Complete, CopyDiffers
 from services.fleet.migrate.exact_copy import ExactCopy

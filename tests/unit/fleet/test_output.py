@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from services.fleet import console
-from services.fleet.output import KEPT, Output, RotatedLog, describe_line
+from services.fleet.up.output import KEPT, Output, RotatedLog, describe_line
 
 
 def test_log_files_are_bounded(tmp_path: Path) -> None:

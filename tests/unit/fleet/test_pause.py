@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from services.core.broker.contract import Broker
-from services.core.pauses import Pauses
-from services.core.scrape import Sample
-from services.core.snapshot import read_contents, write_snapshot
+from services.core.control.pauses import Pauses
+from services.core.pipe_file.snapshot import read_contents, write_snapshot
+from services.core.process.scrape import Sample
 from services.fleet.verbs.destination import list_deliveries
 from tests.unit.fleet.conftest import Shell, at_broker, make_fleet
 

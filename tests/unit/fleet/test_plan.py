@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from services.core.address import parse_address
-from services.core.pipes import load_pipes
-from services.core.snapshot import read_contents, write_snapshot
-from services.fleet.plan import make_plan
-from services.fleet.settings import UpSettings
+from services.core.http.address import parse_address
+from services.core.pipe_file.pipes import load_pipes
+from services.core.pipe_file.snapshot import read_contents, write_snapshot
+from services.fleet.up.plan import make_plan
+from services.fleet.up.settings import UpSettings
 
 
 def test_port_0_becomes_one_free_port_for_all(tmp_path: Path) -> None:

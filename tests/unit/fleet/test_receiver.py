@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from standardwebhooks import Webhook
 
-from services.core.signing import SigningKey
+from services.core.security.signing import SigningKey
 from services.fleet.receiver import Received, Receiver, serve_receiver
 from services.fleet.verbs import listen
 

@@ -8,15 +8,15 @@ import pytest
 
 from services.core.broker.record import TopicPartition
 from services.core.dead_letter import DeadLetter, Position, make_dead_letter
-from services.core.pipes import load_pipes
+from services.core.pipe_file.pipes import load_pipes
+from services.core.pipe_file.snapshot import read_contents, write_snapshot
+from services.core.pipe_file.topic_names import RETRIER_GROUP, delay_topic
 from services.core.retry_state import unwrap
-from services.core.snapshot import read_contents, write_snapshot
-from services.core.topic_names import RETRIER_GROUP, delay_topic
 from services.core.yaml_source import BadConfiguration
 from services.fleet.dead.redrive import RedriveRecord, RedriveTargets
-from services.fleet.plan import make_plan
-from services.fleet.settings import UpSettings
-from services.fleet.topics import PreparedTopics, prepare
+from services.fleet.pipes.topics import PreparedTopics, prepare
+from services.fleet.up.plan import make_plan
+from services.fleet.up.settings import UpSettings
 from tests.support.waiting_events import stored, waiting_event
 from tests.unit.fleet.conftest import Shell, at_broker, commit, make_fleet, put
 

@@ -18,16 +18,16 @@ from services.core.broker.log import broker as log_broker
 from services.core.broker.log.admin import LogAdmin
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
-from services.core.pauses import OPERATOR, Pause, Pauses, write_pause
-from services.core.pipes import load_pipes, pipe_version
+from services.core.control.pauses import OPERATOR, Pause, Pauses, write_pause
+from services.core.control.transform_marks import write_transform_mark
+from services.core.pipe_file.pipes import load_pipes, pipe_version
+from services.core.pipe_file.state_plan import StateCheck, StatePlan, text_digest
+from services.core.pipe_file.topic_names import renames_of
 from services.core.retry_state import unwrap
-from services.core.state_plan import StateCheck, StatePlan, text_digest
-from services.core.topic_names import renames_of
-from services.core.transform_marks import write_transform_mark
 from services.core.yaml_source import BadConfiguration, Problem
-from services.fleet.changes import find_changes
+from services.fleet.pipes.changes import find_changes
+from services.fleet.pipes.topics import check_changes, prepare
 from services.fleet.problem import CommandFailed
-from services.fleet.topics import check_changes, prepare
 from tests.support.dead_letters import dead_letter
 from tests.support.waiting_events import stored, waiting_event
 from tests.unit.fleet.conftest import Shell, at_broker, commit, put
@@ -578,7 +578,7 @@ def test_a_changed_transform_whose_mark_says_what_it_left(site: Site, monkeypatc
         problem = Problem("pipes.yaml:3", "pipes.late.transform.python", "it is not the transform that left its state")
         Path(arguments[9]).write_bytes(msgspec.msgpack.encode(StateCheck([problem])))
 
-    monkeypatch.setattr("services.fleet.state_check.run_spark", fail)
+    monkeypatch.setattr("services.fleet.pipes.state_check.run_spark", fail)
     asyncio.run(mark("begun"))
     assert site.check()[0] == 0
     assert not asked, "the text is the same"
@@ -680,7 +680,7 @@ def test_where_offsets_do_not_count_events(site: Site, monkeypatch: pytest.Monke
 
 def test_a_takeover_while_the_group_has_members(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: a name is used again while an instance with the earlier file reads for it, and apply blames the topics."""
-    monkeypatch.setattr("services.fleet.topics.PATIENCE_S", 0.0)
+    monkeypatch.setattr("services.fleet.pipes.topics.PATIENCE_S", 0.0)
     site.write(one_pipe("late", ["name: new, renamed_from: old"]))
     site.start()
     site.deliver("late/new", 2798)

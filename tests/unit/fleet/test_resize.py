@@ -11,7 +11,7 @@ import pytest
 
 from services.core.group_control import SizeRefused
 from services.fleet.folder import TOKEN_FILE
-from services.fleet.supervisor import Fleet
+from services.fleet.up.supervisor import Fleet
 from tests.unit.fleet.test_supervisor import Bench, bench, is_alive, until, until_state
 
 __all__ = ["bench"]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from services.fleet import sender
-from services.fleet.event_source import BadInput, SourceEvent
-from services.fleet.pace import Pace
-from services.fleet.sender import SendingFailed, SendSummary, Target, make_id, send_events, wrap
+from services.fleet.sending import sender
+from services.fleet.sending.event_source import BadInput, SourceEvent
+from services.fleet.sending.pace import Pace
+from services.fleet.sending.sender import SendingFailed, SendSummary, Target, make_id, send_events, wrap
 
 Event = dict[str, Any]
 Script = Callable[[list[Event]], Awaitable[web.Response | None]]
@@ -224,8 +224,8 @@ async def test_pace_is_even_from_the_first_event_on(monkeypatch: pytest.MonkeyPa
     async def sleep(seconds: float) -> None:
         clock[0] += seconds
 
-    monkeypatch.setattr("services.fleet.pace.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("services.fleet.pace.asyncio.sleep", sleep)
+    monkeypatch.setattr("services.fleet.sending.pace.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("services.fleet.sending.pace.asyncio.sleep", sleep)
     even, sent = Pace(10.0), []
     for count, pause in ((5, 0.0), (5, 0.0), (1, 0.0), (5, 60.0)):
         clock[0] += pause

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.autoscaler.settings import AutoscalerSettings
-from services.core.settings import load_settings
+from services.core.process.settings import load_settings
 from services.fleet.problem import CommandFailed
 from services.fleet.settings_edit import check_key, edit, set_key
 from services.fleet.verbs import rate

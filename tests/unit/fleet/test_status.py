@@ -10,15 +10,15 @@ import psutil
 import pytest
 from rich.console import Console
 
+from services.core.control.pauses import Pause
 from services.core.lag import LagHistogram
-from services.core.pauses import Pause
-from services.core.pipes import PipeFile
-from services.core.scrape import Sample
+from services.core.pipe_file.pipes import PipeFile
+from services.core.process.scrape import Sample
 from services.core.times import format_time
-from services.fleet import status
 from services.fleet.folder import FleetState, ProcessState
-from services.fleet.status import StatusReading, summarise
-from services.fleet.status_view import render_status, spread
+from services.fleet.status import reading as status
+from services.fleet.status.reading import StatusReading, summarise
+from services.fleet.status.view import render_status, spread
 
 _HOUR_MS = 3_600_000
 

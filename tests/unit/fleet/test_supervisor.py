@@ -21,16 +21,16 @@ import psutil
 import pytest
 
 from services.core.broker.log.data_folder import refuse_network
-from services.core.management import serve_management
-from services.fleet import probe
+from services.core.process.management import serve_management
 from services.fleet.folder import FleetState, lock_folder, read_state, write_state
-from services.fleet.plan import FleetPlan
-from services.fleet.ports import free_port
-from services.fleet.probe import Probes
 from services.fleet.problem import CommandFailed
-from services.fleet.process import ServiceProcess, ServiceSpec
 from services.fleet.stop import Stop
-from services.fleet.supervisor import Fleet, run_fleet
+from services.fleet.up import probe
+from services.fleet.up.plan import FleetPlan
+from services.fleet.up.ports import free_port
+from services.fleet.up.probe import Probes
+from services.fleet.up.process import ServiceProcess, ServiceSpec
+from services.fleet.up.supervisor import Fleet, run_fleet
 from tests.unit.fleet.sample_service import HANGS, LET_GO, MODE_FILE
 
 DEADLINE = 600.0
@@ -105,7 +105,7 @@ async def test_another_program_answers_for_a_process(bench: Bench, monkeypatch: 
     """Broken: a fleet is called ready before its ingest listens, because another program took the port of ingest."""
     async with serve_management("127.0.0.1:0", lambda: None) as other:
         given = itertools.chain([int(other.rpartition(":")[2])], iter(free_port, 0))
-        monkeypatch.setattr("services.fleet.process.free_port", lambda: next(given))
+        monkeypatch.setattr("services.fleet.up.process.free_port", lambda: next(given))
         async with bench.run("ingest") as fleet:
             assert fleet.processes[0].management != other
             assert fleet.processes[0].restarts == 1
@@ -124,7 +124,7 @@ async def test_the_state_file_does_not_come_back(bench: Bench, monkeypatch: pyte
             )  # longer than the drain, unless the machine is very busy: then nothing is tested, and nothing fails
         write_state(data, state)
 
-    monkeypatch.setattr("services.fleet.supervisor.write_state", write)
+    monkeypatch.setattr("services.fleet.up.supervisor.write_state", write)
     holding = ExitStack()
     await asyncio.to_thread(holding.enter_context, lock_folder(bench.data))
     async with bench.run("ingest") as fleet:
@@ -155,7 +155,7 @@ async def test_a_dead_service_comes_back_and_is_counted(bench: Bench) -> None:
 async def test_a_hung_service_is_started_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: a process that hangs stays hung until a person looks; or one that hangs again and again is started as often."""
     monkeypatch.setattr(backoff, "full_jitter", lambda longest: longest)
-    monkeypatch.setattr("services.fleet.process.HEALTHY_AFTER_S", 3600.0)
+    monkeypatch.setattr("services.fleet.up.process.HEALTHY_AFTER_S", 3600.0)
     monkeypatch.setattr(probe, "EVERY_S", 0.02)
     monkeypatch.setattr(probe, "ANSWER_S", 2.0)
     monkeypatch.setattr(probe, "BOUND_S", 0.2)
@@ -266,8 +266,8 @@ async def test_a_full_disk_stops_no_fleet(bench: Bench, monkeypatch: pytest.Monk
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_state(data, state)
 
-    monkeypatch.setattr("services.fleet.supervisor.write_state", write)
-    monkeypatch.setattr("services.fleet.supervisor.STATE_AGAIN_S", 0.1)
+    monkeypatch.setattr("services.fleet.up.supervisor.write_state", write)
+    monkeypatch.setattr("services.fleet.up.supervisor.STATE_AGAIN_S", 0.1)
     async with bench.run("expel", "ingest") as fleet:
         expel, ingest = fleet.processes
         kept, full = ingest.pid, True
@@ -309,7 +309,7 @@ async def test_no_memory_for_a_restart(bench: Bench, monkeypatch: pytest.MonkeyP
 
 async def test_never_ready_says_why(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: `penstock up` hangs, or says only that something failed, or nothing while it waits."""
-    monkeypatch.setattr("services.fleet.supervisor.SAID_AFTER_S", 0.3)
+    monkeypatch.setattr("services.fleet.up.supervisor.SAID_AFTER_S", 0.3)
     assert "ingest-1 was not ready within" in await fail_to_start(bench, "unready", "s: still warming up")
     waits = [line for line in bench.said if line.startswith("0 of 1 processes are ready after ")]
     assert " s; ingest-1: " in waits[-1]  # the reason, which on a busy machine is that it does not answer yet
@@ -369,7 +369,7 @@ async def test_a_start_that_fails_while_the_fleet_ends(bench: Bench, monkeypatch
 async def test_restarts_wait_longer_and_longer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: a service that crashes at start takes a whole core for starting it again and again."""
     monkeypatch.setattr(backoff, "full_jitter", lambda longest: longest)
-    monkeypatch.setattr("services.fleet.process.HEALTHY_AFTER_S", 3600.0)
+    monkeypatch.setattr("services.fleet.up.process.HEALTHY_AFTER_S", 3600.0)
     with pytest.raises(CommandFailed):
         async with bench.run("ingest", mode="crash", ready_within=3.0):
             raise AssertionError("must not become ready")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from services.core.pipe_transform import Transform
-from services.fleet.transform_modes import (
+from services.core.pipe_file.transform import Transform
+from services.fleet.pipes.transform_modes import (
     _REMEDIES,
     ExpectedMode,
     describe_micro_batches,

@@ -11,8 +11,8 @@ import pytest
 from services.core.broker.contract import Appended, Features, PartitionRange
 from services.core.broker.errors import BrokerError, OffsetOutOfRange, OutcomeUnknown, Throttled, Unavailable
 from services.core.broker.record import Batch, Record
+from services.core.control.homes import ANY_PARTITION
 from services.core.event import ORIGIN
-from services.core.homes import ANY_PARTITION
 from services.fleet.migrate import offset_translator, stream_source, translated_copy, translated_partition
 from services.fleet.migrate.copying import Complete, CopyDiffers
 from services.fleet.migrate.offset_translator import OffsetTranslator

@@ -16,11 +16,11 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.dead_letter import make_dead_letter
 from services.core.event import ARRIVAL, ID, OUTPUTS
-from services.core.pipe_stream import NO_SINGLE_FIELD
-from services.core.pipes import PipeFile, load_pipes
+from services.core.pipe_file.pipes import PipeFile, load_pipes
+from services.core.pipe_file.stream import NO_SINGLE_FIELD
 from services.core.sample import AbsentField, SampleEvent, SampleRecord, TrialResult, UndeclaredField
 from services.core.times import format_time
-from services.fleet import trial
+from services.fleet.pipes import trial
 from services.fleet.problem import CommandFailed
 from services.fleet.verbs.trial import _counts, _warnings, trial_tables
 from services.ingest.sample import make_sample
@@ -312,8 +312,8 @@ def test_a_transform_that_never_ends_is_stopped(
     pipes: PipeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Broken: a trial hangs for ever, says nothing while it works, or leaves its process and its files behind."""
-    monkeypatch.setattr("services.fleet.spark_child.LIMIT_S", 0.3)
-    monkeypatch.setattr("services.fleet.spark_child.SAY_EVERY_S", 0.1)
+    monkeypatch.setattr("services.fleet.pipes.spark_child.LIMIT_S", 0.3)
+    monkeypatch.setattr("services.fleet.pipes.spark_child.SAY_EVERY_S", 0.1)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     begun = time.monotonic()
     with pytest.raises(CommandFailed, match="the transform of one has not ended"):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from services.core.broker.contract import MAX_POLL_BYTES
 from services.core.broker.record import Batch, Damage, Record, TopicPartition
-from services.core.topic_names import RETRY_IN, delay_topic
+from services.core.pipe_file.topic_names import RETRY_IN, delay_topic
 from services.global_retrier.delay_queue import MAX_BYTES, MAX_EVENTS, MOVE_EVENTS, DelayQueue
 from tests.unit.global_retrier.river import make_record, make_state
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from services.core.broker.contract import Appended, Appender
 from services.core.broker.errors import Unavailable
 from services.core.broker.record import Batch, Record, TopicPartition
-from services.core.progress import CHECK_EVERY_S, LIMIT_S, ProgressWatch
-from services.core.topic_names import DELAYS_S, delay_topic
+from services.core.pipe_file.topic_names import DELAYS_S, delay_topic
+from services.core.process.progress import CHECK_EVERY_S, LIMIT_S, ProgressWatch
 from services.global_retrier.delay_queue import DelayQueue
 from services.global_retrier.retrier import RetrierProcessor
 from tests.unit.global_retrier.river import River, make_record, make_state, open_river

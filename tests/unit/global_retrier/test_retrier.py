@@ -10,7 +10,7 @@ from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.dead_letter import PREFIX
-from services.core.provision import ensure_topics
+from services.core.pipe_file.provision import ensure_topics
 from services.core.retry_state import unwrap
 from services.global_retrier.delay_queue import SteadyClock
 from services.global_retrier.metrics import RetrierLedger

@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.topic_names import DELAYS_S, delay_topic
+from services.core.pipe_file.topic_names import DELAYS_S, delay_topic
 from services.global_retrier.delay_queue import DELAY_BY_TOPIC, choose_delay, find_wake
 
 WEEK = 7 * 86_400_000

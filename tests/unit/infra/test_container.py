@@ -10,8 +10,8 @@ import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
-from services.core.management import serve_management
-from services.core.settings import SECTIONS
+from services.core.process.management import serve_management
+from services.core.process.settings import SECTIONS
 from tests.support.ports import free_port
 from tests.unit.infra.dockerfile import Instruction, read_dockerfile
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from services.core.settings import load_settings
+from services.core.process.settings import load_settings
 from services.ingest.settings import IngestSettings
 from tests.unit.infra.test_aws import streams_template, template
 from tests.unit.infra.test_kubernetes import DEPLOYMENTS, PODS

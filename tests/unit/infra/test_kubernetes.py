@@ -13,15 +13,15 @@ import yaml
 from typer.main import get_command
 
 from services.autoscaler.settings import AutoscalerSettings
-from services.core.address import parse_address
 from services.core.broker.connect import open_broker
-from services.core.keys import load_keys
-from services.core.lifecycle import CLOSE_S
-from services.core.settings import Settings, load_settings
-from services.core.signing import read_signing_keys
+from services.core.http.address import parse_address
+from services.core.process.lifecycle import CLOSE_S
+from services.core.process.settings import Settings, load_settings
+from services.core.security.keys import load_keys
+from services.core.security.signing import read_signing_keys
 from services.expel.settings import ExpelSettings
 from services.fleet import cli
-from services.fleet.pipe_check import check_pipe_file
+from services.fleet.pipes.check import check_pipe_file
 from services.fleet.verbs.app import APP
 from services.global_retrier.settings import RetrierSettings
 from services.ingest.settings import IngestSettings

@@ -10,7 +10,7 @@ import yaml
 
 from services.autoscaler.app import check_groups
 from services.autoscaler.settings import EXECUTORS, AutoscalerSettings
-from services.core.settings import load_settings
+from services.core.process.settings import load_settings
 from spark.executor_pod import write_template
 from spark.master import MasterKind
 from spark.settings import TransformSettings, check_master

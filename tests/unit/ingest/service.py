@@ -10,9 +10,9 @@ from services.core.broker.contract import Reader
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.broker.retry import AppendPolicy
-from services.core.key_marks import KeyMarker
+from services.core.control.key_marks import KeyMarker
 from services.core.offset_token import mark_of
-from services.core.pipe_stream import Stream
+from services.core.pipe_file.stream import Stream
 from services.ingest.access import Access
 from services.ingest.app import OPENAPI
 from services.ingest.endpoint import Endpoint

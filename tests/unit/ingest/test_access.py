@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import orjson
 import pytest
 
-from services.core.keys import ApiKey, KeyRing, make_key
+from services.core.security.keys import ApiKey, KeyRing, make_key
 from services.ingest.access import Access
 from tests.support.clock import Clock
 from tests.support.raw_http import make_request

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from services.core.broker import errors
-from services.core.keys import KeyRing, Scope, make_key
+from services.core.security.keys import KeyRing, Scope, make_key
 from services.ingest import problems
 from services.ingest.access import Access
 from services.ingest.answer import explain

@@ -3,7 +3,7 @@
 import orjson
 
 from services.core.offset_token import mark_of, parse_token
-from services.core.pipe_stream import Stream
+from services.core.pipe_file.stream import Stream
 from tests.support.raw_http import make_request
 from tests.unit.ingest.service import running
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.field_path import field_reader
-from services.core.pipe_stream import Stream
+from services.core.pipe_file.field_path import field_reader
+from services.core.pipe_file.stream import Stream
 from services.ingest.event_fields import FUTURE_MS, read_ids, read_keys, read_times
 from services.ingest.intake import Intake
 from services.ingest.json_events import Items

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 from services.core import event
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.record import Record
-from services.fleet.sender import wrap
+from services.fleet.sending.sender import wrap
 from services.ingest.event_fields import IdMaker
 from services.ingest.intake import KEYLESS_MS
 from tests.unit.ingest.service import Service, running

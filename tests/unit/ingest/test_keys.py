@@ -18,10 +18,10 @@ import yaml
 from prometheus_client import REGISTRY
 from pydantic import ValidationError
 
-from services.core import file_watch, key_watch
-from services.core.file_watch import FileWatch
-from services.core.key_watch import watch_keys
-from services.core.keys import ApiKey, KeyRing, add_key, expire_key, load_keys, make_key, read_ring, revoke_key
+from services.core.security import file_watch, key_watch
+from services.core.security.file_watch import FileWatch
+from services.core.security.key_watch import watch_keys
+from services.core.security.keys import ApiKey, KeyRing, add_key, expire_key, load_keys, make_key, read_ring, revoke_key
 from services.core.times import format_time
 from services.core.yaml_source import BadConfiguration
 from services.ingest.access import Access

@@ -17,7 +17,7 @@ from services.core.broker.errors import (
     UnknownTopic,
 )
 from services.core.broker.producer import Producer
-from services.core.topic_names import CONTROL
+from services.core.pipe_file.topic_names import CONTROL
 from services.ingest.probe import Probe
 from tests.contract.traffic import until
 from tests.unit.ingest.service import Service, running

@@ -10,7 +10,7 @@ import pytest
 from services.core.broker.contract import Broker
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.producer import Producer
-from services.core.pipe_stream import Stream
+from services.core.pipe_file.stream import Stream
 from services.ingest import probe as probe_module
 from services.ingest.intake import Intake
 from services.ingest.probe import Probe

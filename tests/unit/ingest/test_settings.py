@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.core.settings import load_settings
+from services.core.process.settings import load_settings
 from services.core.yaml_source import BadConfiguration
 from services.ingest.settings import IngestSettings
 

@@ -16,7 +16,7 @@ from aiohttp.http import RawRequestMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core.keys import KeyRing, make_key
+from services.core.security.keys import KeyRing, make_key
 from services.ingest import body_formats, endpoint
 from services.ingest.access import Access
 from services.ingest.body_formats import Format, read_items

@@ -21,7 +21,7 @@ from services.core.broker.errors import (
 from services.core.broker.producer import PartResult, Producer, SendResult
 from services.core.ledger.report import TELEMETRY, OriginSet, decode_report, unpack_numbers
 from services.core.ledger.reporter import Reporter
-from services.core.topic_names import CONTROL
+from services.core.pipe_file.topic_names import CONTROL
 from services.ingest import problems
 from services.ingest.answer import explain
 from services.ingest.event_fields import Numbers, Origins

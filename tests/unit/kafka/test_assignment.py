@@ -23,8 +23,8 @@ from services.core.broker.kafka.positions import GroupStarts, StartPositions
 from services.core.broker.kafka.reader import Damaged
 from services.core.broker.record import Batch, Damage, Record, TopicPartition
 from services.core.event import TIME, read_arrival
-from services.core.existing_topics import Translation
-from services.core.pipe_stream import Stream
+from services.core.pipe_file.existing_topics import Translation
+from services.core.pipe_file.stream import Stream
 
 _ONE, _TWO = TopicPartition("t", 1), TopicPartition("t", 2)
 

@@ -1,7 +1,7 @@
 """Dead letters for the observer's tests."""
 
 from services.core.broker.record import Record
-from services.core.pipes import PipeFile
+from services.core.pipe_file.pipes import PipeFile
 from tests.support.dead_letters import BASE, DEAD, dead_letter
 
 __all__ = ["DEAD", "HOOK", "PIPES", "letter"]

@@ -14,10 +14,10 @@ from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 
 from services.autoscaler.groups.observer import ObserverUnavailable, open_observer
-from services.core import file_watch
-from services.core.address import is_named_authority
-from services.core.bearer import Tokens, read_tokens, watch_tokens
-from services.core.settings import load_settings
+from services.core.http.address import is_named_authority
+from services.core.process.settings import load_settings
+from services.core.security import file_watch
+from services.core.security.bearer import Tokens, read_tokens, watch_tokens
 from services.core.yaml_source import BadConfiguration
 from services.fleet.folder import OBSERVER_TOKEN_FILE, FleetState, keep_observer_token, write_state
 from services.fleet.observer_client import Observer, find_observer, get_json

@@ -7,7 +7,7 @@ from services.core.broker.contract import TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
-from services.core.pipes import load_pipes
+from services.core.pipe_file.pipes import load_pipes
 from services.observer.backlogs import Backlogs
 from services.observer.view import ShardView
 

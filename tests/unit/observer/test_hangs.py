@@ -9,17 +9,17 @@ from typing import Any, cast
 
 import pytest
 
-from services.core import pauses
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker, PartitionRange, Reader, Start
 from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch
+from services.core.control import pauses
 from services.core.ledger.report import TELEMETRY
-from services.core.progress import CHECK_EVERY_S, LIMIT_S, ProgressWatch
-from services.core.provision import ensure_topics
-from services.core.signing import SigningKeys
-from services.core.topic_names import CONTROL
+from services.core.pipe_file.provision import ensure_topics
+from services.core.pipe_file.topic_names import CONTROL
+from services.core.process.progress import CHECK_EVERY_S, LIMIT_S, ProgressWatch
+from services.core.security.signing import SigningKeys
 from services.observer import backlogs, dead_letters, follower, standby
 from services.observer.app import _Parts
 from services.observer.settings import ObserverSettings

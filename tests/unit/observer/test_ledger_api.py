@@ -10,12 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from services.core.audit import Entry, write_act
-from services.core.bearer import Tokens, name_of
 from services.core.broker.contract import TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.ledger.report import SNAPSHOTS
-from services.core.topic_names import AUDIT
+from services.core.pipe_file.topic_names import AUDIT
+from services.core.security.bearer import Tokens, name_of
 from services.fleet.dead.audit import read_audit
 from services.fleet.observer_client import Observer
 from services.fleet.verbs import loss

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from services.autoscaler.groups.observer import ObserverUnavailable, open_observer
-from services.core.bearer import Tokens
 from services.core.group_report import MAX_REPORT_BYTES, GroupReport
+from services.core.security.bearer import Tokens
 from services.observer.http import serve_api
 from services.observer.scaling_api import KEPT_MS, MAX_GROUPS, GroupReports, ScalingApi
 from tests.unit.observer.description import check_answer

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from services.core.broker.producer import Producer
+from services.core.control.pauses import Pause
 from services.core.lag import LagHistogram
 from services.core.ledger.fields import FieldSample
 from services.core.ledger.report import LagSet
 from services.core.ledger.reporter import LagTap
-from services.core.pauses import Pause
 from services.observer.follower import Follower
 from services.observer.health import Health, find_health, list_pauses
 from services.observer.ledger.flow import Flow, PipeFlow

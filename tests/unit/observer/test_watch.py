@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from services.core import metrics
 from services.core.broker.producer import Producer
-from services.core.signing import SigningKeys
+from services.core.security.signing import SigningKeys
 from services.observer.alarms import AlarmQueue, AlarmWebhook, drift_alarm
 from services.observer.follower import Follower
 from services.observer.ledger.finality import FOUND_FOR_MS, Finding

@@ -8,9 +8,9 @@ from typing import Any
 import orjson
 from aiohttp import ClientSession, web
 
-from services.core.keys import ApiKey, KeyRing
-from services.core.page_files import load_files
-from services.core.pipes import PipeFile
+from services.core.http.page_files import load_files
+from services.core.pipe_file.pipes import PipeFile
+from services.core.security.keys import ApiKey, KeyRing
 from services.registry.app import OPENAPI
 from services.registry.catalog import Catalog
 from services.registry.confluent_api import ConfluentApi

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import pytest
 
 from services.core.avro.patch import apply_patch
-from services.core.keys import make_key
+from services.core.security.keys import make_key
 from services.registry.entries import entry_name
 from services.registry.schema_reader import MAX_REFERENCE_LEVELS
 from tests.support.memory_objects import MemoryObjects

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from services.core.disk import measure_disks
+from services.core.process.disk import measure_disks
 from services.registry.entries import entry_name
 from services.registry.objects import Folder, NotStored, StoreUnavailable, open_objects
 from tests.faults.registry_child import make_schema, open_registrar

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from services.core.keys import make_key
+from services.core.security.keys import make_key
 from tests.unit.registry.service import Client, running_registry
 
 SECRET = '{"type": "record", "name": "com.acme.Secret", "fields": [{"name": "plan", "type": "string"}]}'

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from services.core.broker.contract import TopicSpec
-from services.core.keys import KeyRing, make_key
+from services.core.security.keys import KeyRing, make_key
 from services.table import problems
 from services.table.app import OPENAPI
 from services.table.http_server import HEAD_S, Answer, Connection, HttpServer

@@ -19,7 +19,7 @@ from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import Unavailable
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.retention import enforce
-from services.core.keys import KeyRing, make_key
+from services.core.security.keys import KeyRing, make_key
 from services.table import follower, http_server
 from services.table.store import FORMAT, Change, Meta, Position, Store
 from tests.unit.table.running import STREAM, Table, make_get, running

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 from services.core.broker.contract import PartitionRange
 from services.core.broker.errors import Unavailable
 from services.core.broker.log import LogBroker
-from services.core.keys import KeyRing, make_key
+from services.core.security.keys import KeyRing, make_key
 from services.core.times import now_ms
 from services.table import app, snapshots
 from services.table.follower import Follower

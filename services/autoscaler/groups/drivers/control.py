@@ -22,8 +22,8 @@ from services.autoscaler.groups.drivers.contract import (
     SizeChanged,
     check_step,
 )
-from services.core.bearer import read_tokens
 from services.core.group_control import GroupState, Order
+from services.core.security.bearer import read_tokens
 from services.core.yaml_source import BadConfiguration
 
 

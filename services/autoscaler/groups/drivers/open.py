@@ -8,7 +8,7 @@ from services.autoscaler.groups.drivers.aws import open_aws
 from services.autoscaler.groups.drivers.contract import Group, GroupDriver, GroupNotFound
 from services.autoscaler.groups.drivers.control import open_fleet
 from services.autoscaler.groups.drivers.kubernetes import SERVICE_ACCOUNT, open_kubernetes
-from services.core.address import is_loopback
+from services.core.http.address import is_loopback
 
 MANAGEMENT_PORT = 9100
 _HINT = "fleet:///data, aws://eu-central-1, kubernetes://namespace; ?port=9100 for the instances' management port"

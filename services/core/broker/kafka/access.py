@@ -21,7 +21,7 @@ from aiokafka import errors as kafka
 
 from services.core import metrics
 from services.core.broker.kafka.tokens import NoToken, Tokens
-from services.core.kafka_security import Login, UnusableSecurity, read_login, show_certificates
+from services.core.security.kafka import Login, UnusableSecurity, read_login, show_certificates
 from services.core.times import format_time
 
 log = structlog.get_logger()

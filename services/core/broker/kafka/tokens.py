@@ -1,7 +1,7 @@
 """The tokens with which we log in to Kafka by OAUTHBEARER: of an OAuth token server, or signed by AWS's credentials (MSK).
 
 A connection needs a token only when it is opened. So a token that has expired costs the cluster one new connection per client,
-each with a token that is still good, and the token server one request for all of them (`services.core.oauth`).
+each with a token that is still good, and the token server one request for all of them (`services.core.security.oauth`).
 """
 
 import asyncio
@@ -13,15 +13,15 @@ from ipaddress import ip_network
 from aiokafka.abc import AbstractTokenProvider
 
 from services.core import metrics
-from services.core.authorization import Credential, NoCredential
-from services.core.credentials import LiveValue
-from services.core.http_client import HttpClient, Response
-from services.core.kafka_security import Login
-from services.core.msk_token import NoAwsCredentials, make_token
-from services.core.net_guard import NetPolicy
-from services.core.oauth import MAX_TOKEN_RESPONSE, OAuthClient
-from services.core.pipe_webhook import OAuth
-from services.core.resolver import Resolver
+from services.core.http.client import HttpClient, Response
+from services.core.http.net_guard import NetPolicy
+from services.core.http.resolver import Resolver
+from services.core.pipe_file.webhook import OAuth
+from services.core.security.authorization import Credential, NoCredential
+from services.core.security.credentials import LiveValue
+from services.core.security.kafka import Login
+from services.core.security.msk_token import NoAwsCredentials, make_token
+from services.core.security.oauth import MAX_TOKEN_RESPONSE, OAuthClient
 
 _TIMEOUT_S = 5.0
 """Below the time of a request to the broker."""

@@ -5,7 +5,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from urllib.parse import urlsplit
 
 from services.core import metrics
-from services.core.address import is_loopback
 from services.core.broker.connect import parse_kinesis_url
 from services.core.broker.contract import Consumer, Features, OnRevoke, Start
 from services.core.broker.errors import Unavailable
@@ -19,6 +18,7 @@ from services.core.broker.kinesis.pace import ReadPaces
 from services.core.broker.kinesis.record_format import MAX_RECORD_BYTES
 from services.core.broker.kinesis.resharding import KinesisResharding
 from services.core.broker.kinesis.streams import Streams, hash_key_of, shard_of
+from services.core.http.address import is_loopback
 
 _OF_AN_EMULATOR = Timing(request=30.0)
 """On this machine. It has the CPU that others leave it: whoever gives up early and asks again makes it slower."""

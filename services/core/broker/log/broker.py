@@ -18,7 +18,7 @@ from services.core.broker.log.membership import LogMembership, SharedResources, 
 from services.core.broker.log.retention import run_retention
 from services.core.broker.log.row_format import MAX_RECORD_BYTES
 from services.core.broker.log.topic_reader import Readers
-from services.core.disk import show_disk
+from services.core.process.disk import show_disk
 
 FEATURES = Features(contiguous_offsets=True, dates_by_storing=False, max_record_bytes=MAX_RECORD_BYTES)
 _CLOSE_SECONDS = 30.0

@@ -32,7 +32,7 @@ class Places:
     """Which broker each stream lives on: `streams`, by name. targets: the same of the topics of others that are written, by their
     names in the fleet. All other topics are on the default broker.
 
-    Here streams stay where they are. `services.core.homes` moves them.
+    Here streams stay where they are. `services.core.control.homes` moves them.
     """
 
     def __init__(self, streams: Mapping[str, str], targets: Mapping[str, str] | None = None) -> None:

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from services.core.topic_names import RETRIER_DEAD, RETRIER_GROUP, lane_name
+from services.core.pipe_file.topic_names import RETRIER_DEAD, RETRIER_GROUP, lane_name
 from services.core.units import format_count
 from services.fleet.doctor.checks.ledger import describe_reports
 from services.fleet.doctor.checks.moves import format_span, log_command

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from services.core.kafka_security import NAME as KAFKA
+from services.core.security.kafka import NAME as KAFKA
 from services.core.times import format_time
 from services.fleet.doctor.checks.moves import format_span
 from services.fleet.doctor.diagnosis import Finding, about

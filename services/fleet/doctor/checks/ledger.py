@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from services.core.topic_names import lane_name
+from services.core.pipe_file.topic_names import lane_name
 from services.core.units import format_count
 from services.fleet.doctor.checks.moves import Moves, find_moves, log_command
 from services.fleet.doctor.diagnosis import Finding, about

@@ -4,7 +4,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from services.core.expected import list_expected
+from services.core.process.expected import list_expected
 from services.core.units import format_count
 from services.fleet.doctor.checks import transforms
 from services.fleet.doctor.checks.moves import log_command

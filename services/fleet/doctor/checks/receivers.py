@@ -3,9 +3,9 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from services.core.pauses import GONE, Pause
+from services.core.control.pauses import GONE, Pause
+from services.core.pipe_file.topic_names import lane_name, retry_topic
 from services.core.times import format_time
-from services.core.topic_names import lane_name, retry_topic
 from services.core.units import format_count
 from services.fleet.doctor.checks.expiry import find_expired, find_expired_tokens, said_to_end
 from services.fleet.doctor.checks.moves import format_span

@@ -3,8 +3,8 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
+from services.core.pipe_file.topic_names import output_topic
 from services.core.times import format_time
-from services.core.topic_names import output_topic
 from services.core.units import format_count
 from services.fleet.doctor.checks.moves import Moves, find_moves, format_span, log_command
 from services.fleet.doctor.diagnosis import Finding, about

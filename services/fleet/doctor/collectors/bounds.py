@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from services.core.masking import mask_text
+from services.core.security.masking import mask_text
 from services.fleet.doctor.facts import Facts
 
 T = TypeVar("T")

@@ -15,14 +15,15 @@ from services.core.broker.errors import BrokerError, DataDamaged, UnknownTopic
 from services.core.broker.reading import read_tail
 from services.core.broker.record import TopicPartition
 from services.core.broker.several.brokers import DEFAULT
+from services.core.control.pauses import list_paused
+from services.core.control.transform_marks import TransformMarks
 from services.core.dead_letter import DeadLetter, Position
 from services.core.event import read_arrival
-from services.core.existing_topics import existing_topics, target_homes
 from services.core.fleet_broker import open_fleet_broker
-from services.core.pauses import list_paused
-from services.core.pipes import PipeFile
-from services.core.provision import find_missing, wanted_topics
-from services.core.topic_names import (
+from services.core.pipe_file.existing_topics import existing_topics, target_homes
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.provision import find_missing, wanted_topics
+from services.core.pipe_file.topic_names import (
     AUDIT,
     RETRIER_DEAD,
     RETRIER_GROUP,
@@ -35,7 +36,6 @@ from services.core.topic_names import (
     renames_of,
     retry_topic,
 )
-from services.core.transform_marks import TransformMarks
 from services.fleet.dead.audit import AuditedActions
 from services.fleet.doctor.collectors.bounds import bounded, describe, in_thread
 from services.fleet.doctor.facts import Facts, Letters

@@ -5,19 +5,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from services.core.bearer import read_tokens
 from services.core.broker.connect import parse_kafka_url
 from services.core.broker.errors import BrokerError
 from services.core.broker.log.blocking import first_stored
-from services.core.credentials import BadCredential, find_secret, read_tls, read_value
-from services.core.expiry import untils_of_pem
-from services.core.kafka_security import load_security
-from services.core.keys import load_keys
-from services.core.pipe_webhook import Tls, Webhook
-from services.core.pipes import PipeFile
-from services.core.signing import BadSecret, read_signing_keys
-from services.core.snapshot import list_copies, original_of
-from services.core.topic_names import lane_name, output_topic
+from services.core.pipe_file.pipes import PipeFile
+from services.core.pipe_file.snapshot import list_copies, original_of
+from services.core.pipe_file.topic_names import lane_name, output_topic
+from services.core.pipe_file.webhook import Tls, Webhook
+from services.core.security.bearer import read_tokens
+from services.core.security.credentials import BadCredential, find_secret, read_tls, read_value
+from services.core.security.expiry import untils_of_pem
+from services.core.security.kafka import load_security
+from services.core.security.keys import load_keys
+from services.core.security.signing import BadSecret, read_signing_keys
 from services.core.yaml_source import BadConfiguration
 from services.fleet.doctor.diagnosis import about
 from services.fleet.doctor.facts import Certificate, Checkpoint, Disk, Facts, FileFault

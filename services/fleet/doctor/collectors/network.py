@@ -9,8 +9,8 @@ from urllib.parse import quote
 import msgspec
 from yarl import URL
 
-from services.core.expiry import until_of
 from services.core.group_report import GroupReport
+from services.core.security.expiry import until_of
 from services.fleet.doctor.collectors.bounds import bounded, describe
 from services.fleet.doctor.collectors.files import webhooks_of
 from services.fleet.doctor.facts import Certificate, Endpoint, Facts

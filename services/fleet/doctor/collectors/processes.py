@@ -10,12 +10,12 @@ import aiohttp
 import orjson
 import psutil
 
-from services.core.scrape import Sample, scrape
-from services.core.targets import Target
+from services.core.process.scrape import Sample, scrape
+from services.core.process.targets import Target
 from services.fleet.doctor.collectors.bounds import in_thread
 from services.fleet.doctor.facts import Facts, Instance, LogLine
 from services.fleet.folder import FleetState, read_state
-from services.fleet.output import describe_line
+from services.fleet.up.output import describe_line
 
 PROBE = aiohttp.ClientTimeout(total=4.0, sock_connect=2.0)
 WINDOW_S = 5.0

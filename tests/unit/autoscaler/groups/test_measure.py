@@ -8,7 +8,7 @@ import pytest
 from services.autoscaler.groups import meter
 from services.autoscaler.groups.drivers.contract import Group, Member
 from services.autoscaler.groups.meter import Meter, failing_lanes, instance, oldest_lag, pressure
-from services.core.scrape import Sample
+from services.core.process.scrape import Sample
 
 MEMBER = Member("expel-1", "127.0.0.1:1", False)
 GOOD, BAD = ("p", "good"), ("p", "bad")

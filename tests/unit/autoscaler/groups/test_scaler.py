@@ -22,10 +22,10 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
-from services.core.freezes import Freeze, write_freeze
-from services.core.scrape import Sample
+from services.core.control.freezes import Freeze, write_freeze
+from services.core.pipe_file.topic_names import CONTROL
+from services.core.process.scrape import Sample
 from services.core.times import format_time
-from services.core.topic_names import CONTROL
 
 
 class Platform:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from services.core.group_report import GroupReport
-from services.core.scrape import Sample
+from services.core.process.scrape import Sample
 from services.fleet.doctor.checks import CHECKS
 from services.fleet.doctor.diagnosis import Diagnosis, diagnose
 from services.fleet.doctor.facts import Facts, Instance

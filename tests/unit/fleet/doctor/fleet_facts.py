@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from services.core.broker.contract import Lag
-from services.core.pipes import PipeFile
-from services.core.scrape import Sample
+from services.core.pipe_file.pipes import PipeFile
+from services.core.process.scrape import Sample
 from services.fleet.doctor.facts import BrokerFacts, Disk, Facts, Instance, LogLine, ObserverFacts
 from services.fleet.folder import FleetState
 

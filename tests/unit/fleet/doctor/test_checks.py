@@ -4,10 +4,10 @@ import pytest
 
 from services.core.broker.contract import Lag
 from services.core.broker.record import TopicPartition
-from services.core.pauses import Pause
-from services.core.pipes import PipeFile
-from services.core.scrape import Sample
-from services.core.transform_marks import TransformMark
+from services.core.control.pauses import Pause
+from services.core.control.transform_marks import TransformMark
+from services.core.pipe_file.pipes import PipeFile
+from services.core.process.scrape import Sample
 from services.fleet.doctor.checks.broker import find_gone, find_missing_topics, find_throttled
 from services.fleet.doctor.checks.moves import format_span
 from services.fleet.doctor.diagnosis import Diagnosis

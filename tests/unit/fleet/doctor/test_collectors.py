@@ -19,9 +19,9 @@ from services.core.broker.log import blocking
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topics import create_topic, delete_topic
 from services.core.broker.record import Record
-from services.core.expiry import untils_of_pem
-from services.core.listening import serve_app
-from services.core.pipes import PipeFile
+from services.core.http.listening import serve_app
+from services.core.pipe_file.pipes import PipeFile
+from services.core.security.expiry import untils_of_pem
 from services.fleet.doctor.checks import CHECKS
 from services.fleet.doctor.collection import Where, collect_facts
 from services.fleet.doctor.collectors import processes

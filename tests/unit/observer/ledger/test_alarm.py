@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from services.autoscaler.groups.observer import OURS
-from services.core.signing import SigningKey, SigningKeys, verify
+from services.core.security.signing import SigningKey, SigningKeys, verify
 from services.observer import alarms, health
 from services.observer.alarms import AlarmQueue, AlarmWebhook, find_alarms, has_doubled, loss_alarm
 from services.observer.ledger.finality import Finding

@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY
 
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
-from services.core.signing import SigningKeys
+from services.core.security.signing import SigningKeys
 from services.observer import health
 from services.observer.alarms import Alarm, AlarmWebhook, find_alarms
 from services.observer.follower import Follower

@@ -10,7 +10,7 @@ import pytest
 from services.core.broker.contract import Broker, OnRevoke, TopicSpec
 from services.core.broker.producer import Producer
 from services.core.broker.record import TopicPartition
-from services.core.topic_names import CONTROL
+from services.core.pipe_file.topic_names import CONTROL
 from services.observer import follower, standby
 from services.observer.alarms import Alarm
 from services.observer.follower import StandsBy

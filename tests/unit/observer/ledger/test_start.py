@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import zstandard
 
-from services.core.pipes import PipeFile
+from services.core.pipe_file.pipes import PipeFile
 from services.observer.ledger.flow import Flow, PipeFlow, read_flow
 from services.observer.ledger.table import Ages, Table
 from services.observer.planned import PlannedWindows

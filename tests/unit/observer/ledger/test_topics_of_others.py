@@ -10,8 +10,8 @@ from services.core.broker.contract import TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.record import Batch, Record
 from services.core.event import TOPIC_NUMBERS, Origin, offset_of, topic_incarnation
-from services.core.existing_topics import Translation
-from services.core.pipe_stream import Stream
+from services.core.pipe_file.existing_topics import Translation
+from services.core.pipe_file.stream import Stream
 from services.observer.explain import explain
 from services.observer.ledger import origin_sets
 from services.observer.ledger.flow import Flow, PipeFlow, Step
