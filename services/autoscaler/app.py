@@ -9,9 +9,9 @@ from pathlib import Path
 import structlog
 
 from services.autoscaler.groups.drivers.contract import GroupDriver
-from services.autoscaler.groups.drivers.control import open_executors
+from services.autoscaler.groups.drivers.management_port import open_executors
 from services.autoscaler.groups.drivers.open import JoinedDrivers, open_driver
-from services.autoscaler.groups.observer import ObserverUnavailable, open_observer
+from services.autoscaler.groups.observer_client import ObserverUnavailable, open_observer
 from services.autoscaler.groups.scaler import GroupScaler
 from services.autoscaler.groups.topics import Topics
 from services.autoscaler.partitions import PartitionScaler

@@ -11,7 +11,7 @@ import msgspec
 from services.core.broker.record import Record
 from services.core.pipe_file.field_path import field_reader
 from services.core.pipe_file.stream import Stream
-from services.core.pipe_file.topic import Place
+from services.core.pipe_file.topic_of_others import Place
 from services.core.yaml_source import Problem
 
 PHASE = "phase"

@@ -9,8 +9,8 @@ from services.core.broker.contract import Broker
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.ledger.report import Span, due_span
 from services.core.pipe_file.topic_names import RETRY_IN, parked_topic, retry_topic
-from services.core.retry_state import PREFIX, BadRetryRecord, RetryState, event_hash, read_state, state_for
 from services.core.takeover_dedup import WITHIN_S, TakeoverDedup
+from services.core.undelivered.retry_state import PREFIX, BadRetryRecord, RetryState, event_hash, read_state, state_for
 from services.expel.delivery import Unreadable
 
 BAD_RETRY_RECORD = "bad_retry_record"

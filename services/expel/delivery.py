@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from services.core.broker.record import Record, TopicPartition, estimate_size
-from services.core.failed_attempts import MAX_KEPT, PARTIAL, FailedAttempt
+from services.core.undelivered.failed_attempts import MAX_KEPT, PARTIAL, FailedAttempt
 
 Position = tuple[TopicPartition, int, int]
 """(source, offset, polled_ms) of one event."""

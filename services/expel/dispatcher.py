@@ -22,7 +22,7 @@ from services.core.consuming import Membership
 from services.core.http.failure import Failure
 from services.core.pipe_file.topic_names import parked_topic
 from services.core.process.progress import LIMIT_S, Step
-from services.core.retry_state import BREAKER_OPEN
+from services.core.undelivered.retry_state import BREAKER_OPEN
 from services.expel.batch_filter import BatchFilter
 from services.expel.delivery import Delivery, Rendered, Unreadable
 from services.expel.metrics import LaneMetrics

@@ -51,7 +51,7 @@ from services.core.security.file_watch import FileWatch
 from services.core.security.oauth import GRANTED, MAX_TOKEN_RESPONSE, OAuthClient
 from services.core.security.rights import rights_of
 from services.core.security.signing import KEY, SigningKeys, watch_secret
-from services.core.waiting import take_over_positions
+from services.core.undelivered.waiting import take_over_positions
 from services.core.yaml_source import BadConfiguration, Problem
 from services.expel.dispatcher import Dispatcher, LaneConfig, Sender
 from services.expel.lane import Lane

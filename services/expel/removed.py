@@ -31,8 +31,8 @@ from services.core.pipe_file.pipes import LANE_PATTERN, Removed
 from services.core.pipe_file.topic_names import dead_letter_topic, delivery_group, lane_name, parked_topic, retry_topic
 from services.core.process.lifecycle import wait_for_stop
 from services.core.process.progress import Step
-from services.core.retry_state import FAILURES, unwrap, wrap
-from services.core.waiting import lane_of
+from services.core.undelivered.retry_state import FAILURES, unwrap, wrap
+from services.core.undelivered.waiting import lane_of
 from services.expel.dedup import RetryTopicFilter
 from services.expel.delivery import Unreadable
 from services.expel.metrics import LaneLedger

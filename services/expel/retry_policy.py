@@ -15,7 +15,7 @@ from itertools import islice
 import backoff
 
 from services.core.http.failure import MAX_HOLD, Failure
-from services.core.retry_state import BREAKER_OPEN
+from services.core.undelivered.retry_state import BREAKER_OPEN
 from services.expel.delivery import Delivery
 
 RECOVERABLE_STATUSES = frozenset({408, 425, 429})

@@ -11,16 +11,17 @@ from typing import NamedTuple
 
 import structlog
 
-from services.core import dead_letter, metrics
+from services.core import metrics
 from services.core.backoff import Backoff
 from services.core.broker.errors import RecordTooLarge
 from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Record, TopicPartition, estimate_size
-from services.core.failed_attempts import PARTIAL, pack_attempts, parse_attempts
 from services.core.http.failure import Failure
 from services.core.ledger.report import Outcome, Span, due_span, since_span
 from services.core.pipe_file.topic_names import RETRY_IN, dead_letter_topic, parked_topic
-from services.core.retry_state import BREAKER_OPEN, FAILURES, RetryState, state_of, wrap
+from services.core.undelivered import dead_letter
+from services.core.undelivered.failed_attempts import PARTIAL, pack_attempts, parse_attempts
+from services.core.undelivered.retry_state import BREAKER_OPEN, FAILURES, RetryState, state_of, wrap
 from services.expel.delivery import Delivery, Unreadable
 from services.expel.metrics import NODE, LaneMetrics
 from services.expel.retry_policy import WINDOW_OVER, RetrySchedule

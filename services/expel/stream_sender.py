@@ -15,9 +15,9 @@ from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Batch, Record
 from services.core.control.key_marks import KeyMarker
 from services.core.http.failure import Failure
-from services.core.pipe_file.topic import TopicTarget
-from services.core.retry_state import PREFIX, own_headers
+from services.core.pipe_file.topic_of_others import TopicTarget
 from services.core.times import format_time
+from services.core.undelivered.retry_state import PREFIX, own_headers
 from services.expel.delivery import Delivery, Rendered
 from services.expel.retry_policy import Outcome
 from services.expel.webhook.body import BadRecord, render

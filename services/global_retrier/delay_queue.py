@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from services.core.broker.record import Batch, Record, TopicPartition, estimate_size
 from services.core.clock import boot_ns
 from services.core.pipe_file.topic_names import DELAYS_S, RETRY_IN, delay_topic
-from services.core.retry_state import BadRetryRecord, read_wait
+from services.core.undelivered.retry_state import BadRetryRecord, read_wait
 
 DELAY_BY_TOPIC = {RETRY_IN: 0} | {delay_topic(seconds): seconds * 1000 for seconds in DELAYS_S}
 """The topics that the retrier reads, and how long a record stays in each, ms."""

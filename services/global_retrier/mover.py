@@ -12,9 +12,9 @@ from services.core.broker.contract import Admin
 from services.core.broker.errors import BrokerError, RecordTooLarge, UnknownTopic
 from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Record, TopicPartition
-from services.core.dead_letter import PREFIX, make_dead_letter
 from services.core.pipe_file.topic_names import RETRIER_DEAD, retry_topic
-from services.core.retry_state import unwrap
+from services.core.undelivered.dead_letter import PREFIX, make_dead_letter
+from services.core.undelivered.retry_state import unwrap
 from services.global_retrier.delay_queue import DELAY_BY_TOPIC, Clock, DelayedRecord, choose_delay
 from services.global_retrier.metrics import NODE, RetrierLedger, RetrierMetrics
 

@@ -16,7 +16,7 @@ from services.core.broker.record import Headers, Record
 from services.core.http.problem_type import ProblemType
 from services.core.pipe_file.field_path import Column, Reader, field_reader
 from services.core.pipe_file.stream import Stream
-from services.core.pipe_file.topic import Place
+from services.core.pipe_file.topic_of_others import Place
 from services.ingest import problems
 from services.ingest.cloudevents import JSON, NO_DATA
 from services.ingest.event_fields import (

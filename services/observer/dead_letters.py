@@ -18,12 +18,12 @@ from services.core import metrics
 from services.core.broker.contract import Reader
 from services.core.broker.errors import BrokerError, OffsetOutOfRange, UnknownTopic
 from services.core.broker.record import Batch
-from services.core.causes import Causes
-from services.core.dead_letter import DeadLetter, Position
 from services.core.pipe_file.pipes import PipeFile
 from services.core.pipe_file.topic_names import dead_letter_topic, lane_name, renames_of
 from services.core.process.lifecycle import wait_for_stop
 from services.core.times import format_time
+from services.core.undelivered.causes import Causes
+from services.core.undelivered.dead_letter import DeadLetter, Position
 from services.observer import problems
 from services.observer.http import Refused, json_answer, read_query, read_time
 

@@ -15,7 +15,7 @@ from services.core.broker.record import Batch, Record
 from services.core.event import ORIGIN, Origin, is_of_topic, offset_of, read_id
 from services.core.ledger.report import Node, Span, longest_wait_s
 from services.core.pipe_file.topic_names import DELAYS_S, RETRY_IN, delay_topic, output_topic, retry_topic
-from services.core.retry_state import BadRetryRecord, read_wait
+from services.core.undelivered.retry_state import BadRetryRecord, read_wait
 from services.observer.ledger.flow import Step
 from services.observer.ledger.origins import Origins, SequenceKey
 from services.observer.ledger.settlement import StepSets

@@ -28,7 +28,7 @@ from services.core.pipe_file.existing_topics import (
     TYPE,
 )
 from services.core.pipe_file.stream import Stream
-from services.core.pipe_file.topic import FromHeader, Place
+from services.core.pipe_file.topic_of_others import FromHeader, Place
 from spark.records import HEADERS
 
 _CONTROL = r"[\u0000-\u001f\u007f-\u009f]"

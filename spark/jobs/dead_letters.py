@@ -11,11 +11,11 @@ import structlog
 from pyspark.sql import DataFrame
 
 from services.core.broker.record import Record, TopicPartition
-from services.core.causes import normalise
-from services.core.dead_letter import MAX_DETAIL, make_dead_letter
 from services.core.event import ID
 from services.core.pipe_file.topic_names import dead_letter_topic
 from services.core.times import format_time
+from services.core.undelivered.causes import normalise
+from services.core.undelivered.dead_letter import MAX_DETAIL, make_dead_letter
 from spark.brokers.contract import BatchName, TooMuch, is_too_much
 from spark.jobs.query import Query
 from spark.records import OffsetRange, RecordOffset, from_arrow

@@ -83,7 +83,7 @@ def most_noise(kind: DecimalType) -> float:
 def explain_mismatch(payload: bytes, columns: StructType) -> str:
     """The detail of the dead letter. It may show a value of the payload, cut and without secrets.
 
-    For one field it always begins with `field NAME: expected TYPE, found`: `services.core.causes` groups by that.
+    For one field it always begins with `field NAME: expected TYPE, found`: `services.core.undelivered.causes` groups by that.
     """
     try:
         found = json.loads(payload, parse_float=_Number, parse_int=_Number, parse_constant=_refuse_constant)
@@ -236,7 +236,7 @@ def _describe(value: Any) -> str:
 
 
 def _quote(text: str) -> str:
-    """One line, without quotes inside: `services.core.causes` leaves quoted parts out."""
+    """One line, without quotes inside: `services.core.undelivered.causes` leaves quoted parts out."""
     shown = "".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in mask_text(text))
     return "'" + _cut(shown.replace("'", "\N{RIGHT SINGLE QUOTATION MARK}")) + "'"
 

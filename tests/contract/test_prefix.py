@@ -16,7 +16,7 @@ from services.core.ledger.report import TELEMETRY
 from services.core.pipe_file.pipes import PipeFile
 from services.core.pipe_file.provision import ensure_topics
 from services.core.pipe_file.topic_names import AUDIT
-from services.core.waiting import Bookmark, find_waiting
+from services.core.undelivered.waiting import Bookmark, find_waiting
 from tests.contract.harness_kafka import KafkaHarness
 from tests.contract.harness_kinesis import KinesisHarness
 from tests.contract.traffic import (

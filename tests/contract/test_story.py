@@ -8,12 +8,12 @@ from pyroaring import BitMap
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import TopicExists
 from services.core.broker.record import Record, TopicPartition
-from services.core.dead_letter import make_dead_letter
 from services.core.event import ARRIVAL, ID, ORIGIN, Origin
 from services.core.ledger.report import TELEMETRY, OriginSet, Report, pack_numbers
 from services.core.pipe_file.pipes import PipeFile
 from services.core.story.find import find_story, make_scope
 from services.core.story.search import Limits
+from services.core.undelivered.dead_letter import make_dead_letter
 from tests.contract.harness import Harness
 from tests.contract.traffic import append, ignore_revoke, read
 

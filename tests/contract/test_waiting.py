@@ -11,7 +11,7 @@ from services.core.broker.errors import TopicExists
 from services.core.broker.record import TopicPartition
 from services.core.pipe_file.pipes import PipeFile
 from services.core.pipe_file.topic_names import RETRIER_GROUP, delay_topic
-from services.core.waiting import Bookmark, find_waiting, hand_over_positions
+from services.core.undelivered.waiting import Bookmark, find_waiting, hand_over_positions
 from tests.contract.harness import Harness
 from tests.contract.traffic import DEADLINE, append, ignore_revoke, marks_of, numbered, numbers_of, poll, read
 from tests.support.waiting_events import waiting_event

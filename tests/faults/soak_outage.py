@@ -13,10 +13,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.core import dead_letter
 from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
 from services.core.pipe_file.topic_names import dead_letter_topic, retry_topic
+from services.core.undelivered import dead_letter
 from tests.faults.fleet import Service
 from tests.faults.sink import number_of
 from tests.faults.trial import Trial, open_trial

@@ -29,7 +29,7 @@ from services.core.broker.reading import read_topic
 from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
 from services.core.pipe_file.topic_names import retry_topic
-from services.core.retry_state import PREFIX
+from services.core.undelivered.retry_state import PREFIX
 from tests.faults.fleet import Service, wait_until
 from tests.faults.trial import Trial, open_trial
 from tests.support.fault_table import HEAD

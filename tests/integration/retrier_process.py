@@ -17,7 +17,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.pipe_file.topic_names import RETRY_IN, retry_topic
-from services.core.retry_state import RetryState, unwrap, wrap
+from services.core.undelivered.retry_state import RetryState, unwrap, wrap
 from tests.contract.traffic import ignore_revoke
 from tests.integration.fleet_process import DRAIN
 from tests.support.pacing import Pace

@@ -30,7 +30,6 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, UnknownTopic, UnsafeTopic
 from services.core.broker.existing import target_name
 from services.core.broker.producer import Producer
-from services.core.dead_letter import DeadLetter
 from services.core.event import ORIGIN, Origin
 from services.core.fleet_broker import open_fleet_broker
 from services.core.jvm.kafka import KafkaCluster
@@ -41,6 +40,7 @@ from services.core.pipe_file.provision import NoSuchTopics, ensure_topics
 from services.core.pipe_file.topic_names import dead_letter_topic
 from services.core.story.find import find_story, make_scope
 from services.core.story.search import Limits
+from services.core.undelivered.dead_letter import DeadLetter
 from services.expel.webhook.sender import ITEM_FAILED
 from services.fleet.dead.audit import Auditor
 from services.fleet.dead.found import DeadLetterSearch, Filter

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from services.core import dead_letter
 from services.core.broker.contract import TopicSpec
 from services.core.broker.record import Record
+from services.core.undelivered import dead_letter
 from tests.integration.expel_process import DEAD, Expel, hook, ids, kill_at_end, make_record, open_expel
 from tests.unit.expel import receiver as bad
 from tests.unit.expel.receiver import DEADLINE, Received, Receiver, open_receiver, open_socket_server, wait_until

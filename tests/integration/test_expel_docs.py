@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from services.core import dead_letter
+from services.core.undelivered import dead_letter
 from tests.integration.expel_process import DEAD, hook, make_record, open_expel
 from tests.support.ports import free_port
 

@@ -18,8 +18,8 @@ from services.core.broker.kinesis.aws import open_clients
 from services.core.broker.producer import Producer, SendResult
 from services.core.broker.record import Record
 from services.core.broker.retry import AppendPolicy
-from services.fleet.group.lanes import Lane
-from services.fleet.group.offsets import plan_moves, reset_offsets, skip_events
+from services.fleet.positions.lanes import Lane
+from services.fleet.positions.offsets import plan_moves, reset_offsets, skip_events
 from tests.contract.harness_kinesis import KinesisHarness
 from tests.contract.traffic import (
     DEADLINE,

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from services.core import dead_letter
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import DataDamaged
 from services.core.broker.kafka import KafkaBroker, Timing
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.jvm.kafka import KafkaCluster
+from services.core.undelivered import dead_letter
 from services.expel.dispatcher import Dispatcher
 from services.expel.lane import Lane
 from services.expel.metrics import LaneMetrics

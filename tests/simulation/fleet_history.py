@@ -9,7 +9,6 @@ import services.core.broker.producer as producer_module
 import services.core.broker.retry as retry_module
 from services.core.broker.contract import MAX_APPEND_BYTES
 from services.core.broker.record import Record, TopicPartition
-from services.core.dead_letter import PREFIX as DEAD_PREFIX
 from services.core.event import ID
 from services.core.pipe_file.pipes import PipeFile
 from services.core.pipe_file.topic_names import (
@@ -20,7 +19,8 @@ from services.core.pipe_file.topic_names import (
     delivery_group,
     delivery_topics,
 )
-from services.core.retry_state import PREFIX as RETRY_PREFIX
+from services.core.undelivered.dead_letter import PREFIX as DEAD_PREFIX
+from services.core.undelivered.retry_state import PREFIX as RETRY_PREFIX
 from tests.simulation.choice import PROCESS_FAULTS, STREAM, choose
 from tests.simulation.cluster import Cluster
 from tests.simulation.fleet import DRAIN_S, Fleet

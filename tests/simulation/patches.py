@@ -123,7 +123,7 @@ FLEET = (
         "a dead letter has the event's time, and Kafka deletes it when that is older than its retention",
         (
             Change(
-                "services/core/dead_letter.py",
+                "services/core/undelivered/dead_letter.py",
                 "    return Record(record.key, record.value, now_ms, added + kept)",
                 "    return Record(record.key, record.value, record.timestamp, added + kept)",
             ),

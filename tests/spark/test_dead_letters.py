@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.core import dead_letter
 from services.core.broker.record import Record
 from services.core.event import ID, read_id
+from services.core.undelivered import dead_letter
 from spark.jobs.dead_letters import Rejected, make_dead_letters
 from spark.records import RecordOffset, offset_text
 

@@ -7,9 +7,9 @@ import orjson
 import pytest
 from pyspark.sql import SparkSession
 
-from services.core import dead_letter
 from services.core.broker.record import Record
 from services.core.event import REDRIVEN, read_id
+from services.core.undelivered import dead_letter
 from spark.jobs.checkpoint import ClockWentBack, open_checkpoint
 from tests.spark.log_pipeline import NOW, LogPipeline, event
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.autoscaler.groups.drivers.contract import Away, Group, Refused, SizeChanged
-from services.autoscaler.groups.drivers.control import ControlDriver, open_executors
+from services.autoscaler.groups.drivers.management_port import ControlDriver, open_executors
 from services.autoscaler.groups.meter import Meter
 from services.core.event import read_id
 from spark.executor_group import GROUP

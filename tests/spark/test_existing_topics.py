@@ -19,12 +19,12 @@ from pyspark.sql import DataFrame, SparkSession
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import TopicSpec
 from services.core.broker.record import Batch, Headers, Record
-from services.core.dead_letter import REASON
 from services.core.event import FAULT, ORIGIN, TOPIC_NUMBERS, Origin, is_of_topic, read_id
 from services.core.jvm.kafka import KafkaCluster
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
 from services.core.pipe_file.existing_topics import Translation
 from services.core.pipe_file.stream import Stream
+from services.core.undelivered.dead_letter import REASON
 from spark.brokers.contract import open_spark_broker
 from spark.brokers.existing import ReadTopic, run_of, translate
 from spark.java import jvm

@@ -16,7 +16,6 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from pyspark.sql import SparkSession
 
-from services.core import dead_letter
 from services.core.broker.connect import open_broker
 from services.core.broker.errors import OffsetOutOfRange, Unavailable
 from services.core.broker.record import Record
@@ -25,6 +24,7 @@ from services.core.control.transform_marks import Begin, TransformMark
 from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
 from services.core.metrics import TRANSFORM_MODE
+from services.core.undelivered import dead_letter
 from spark.brokers.kafka import KafkaSparkBroker
 from spark.jobs.attempts import MAX_ENDED, Attempt, Attempts
 from spark.jobs.replay import BadRecords

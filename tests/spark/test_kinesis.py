@@ -10,12 +10,12 @@ import orjson
 import pytest
 from pyspark.sql import SparkSession
 
-from services.core import dead_letter
 from services.core.aws_emulator import AwsEmulator
 from services.core.broker.connect import parse_kinesis_url
 from services.core.broker.kinesis.aws import open_clients
 from services.core.broker.record import Record
 from services.core.event import read_id
+from services.core.undelivered import dead_letter
 from spark.records import Offsets
 from spark.sources.source import NAME
 from tests.spark.broker_pipeline import BrokerPipeline

@@ -9,8 +9,8 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql import types as t
 
-from services.core.causes import normalise
 from services.core.event import ID
+from services.core.undelivered.causes import normalise
 from spark.records import RAW
 from spark.transforms.mismatch import explain_mismatch
 from spark.transforms.view import FAILED_CHECK, SourceView

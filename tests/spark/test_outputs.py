@@ -4,9 +4,9 @@ import orjson
 import pytest
 from pyspark.sql import SparkSession
 
-from services.core import dead_letter
 from services.core.broker.record import Record
 from services.core.event import OUTPUTS, read_id
+from services.core.undelivered import dead_letter
 from services.core.yaml_source import BadConfiguration
 from tests.spark.log_pipeline import LogPipeline, event, numbers, wait_for
 

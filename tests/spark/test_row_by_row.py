@@ -7,11 +7,11 @@ import orjson
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from services.core import dead_letter
 from services.core.broker.errors import Unavailable
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.record import Record
 from services.core.event import read_id
+from services.core.undelivered import dead_letter
 from spark.brokers.contract import BatchName
 from spark.brokers.log import LogSparkBroker
 from spark.jobs.dead_letters import Rejected, reject_bad_records

@@ -13,7 +13,6 @@ import orjson
 import psutil
 import pytest
 
-from services.core import dead_letter
 from services.core.broker.log import blocking
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topics import delete_topic
@@ -21,6 +20,7 @@ from services.core.broker.record import Record
 from services.core.control.pauses import Pause
 from services.core.event import read_id
 from services.core.pipe_file.topic_names import CONTROL
+from services.core.undelivered import dead_letter
 from tests.spark.log_pipeline import event, numbers, wait_for
 from tests.spark.service_process import LogService, TooLateError
 from tests.support.pacing import Pace

@@ -11,10 +11,10 @@ import orjson
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from services.core import dead_letter
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.process.lifecycle import Supervision
+from services.core.undelivered import dead_letter
 from spark.brokers.log import LogSparkBroker
 from spark.health import PipesHealth, QueryState, Watchdog
 from spark.jobs.attempts import SuspectLock

@@ -11,9 +11,9 @@ from pyarrow import parquet
 from pyspark.sql import SparkSession
 
 from services.core.aws_emulator import CREDENTIALS, REGION
-from services.core.dead_letter import DETAIL, REASON, SOURCE
 from services.core.event import read_id
 from services.core.sample import SampleRecord, TrialResult, UndeclaredField
+from services.core.undelivered.dead_letter import DETAIL, REASON, SOURCE
 from services.core.yaml_source import BadConfiguration
 from services.fleet.pipes.trial import run_transform
 from spark.jobs.culprits import ALL_FAILED

@@ -11,14 +11,14 @@ import orjson
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from services.core import dead_letter
 from services.core.broker.errors import Unavailable
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topics import delete_topic
 from services.core.broker.record import Record
-from services.core.causes import normalise
 from services.core.event import ARRIVAL, read_id
 from services.core.times import format_time
+from services.core.undelivered import dead_letter
+from services.core.undelivered.causes import normalise
 from services.core.yaml_source import BadConfiguration
 from spark.brokers.log import LogSparkBroker
 from spark.jobs.attempts import Attempts, Stopping

@@ -1,7 +1,7 @@
 """Dead letters as expel writes them."""
 
 from services.core.broker.record import Record, TopicPartition
-from services.core.dead_letter import make_dead_letter
+from services.core.undelivered.dead_letter import make_dead_letter
 
 BASE = 1_700_000_000_000
 DEAD = BASE + 9_000_000

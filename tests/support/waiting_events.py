@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
-from services.core.retry_state import RetryState, wrap
+from services.core.undelivered.retry_state import RetryState, wrap
 
 
 def waiting_event(lane: str, number: int, *, due: int = 0, at: int = 1) -> Record:

@@ -24,7 +24,6 @@ from services.core.broker.producer import Producer
 from services.core.broker.reading import read_topic
 from services.core.broker.record import Record, TopicPartition
 from services.core.control.pauses import Pause, list_paused, write_pause
-from services.core.dead_letter import DeadLetter, Position, make_dead_letter, strip
 from services.core.event import ARRIVAL, ID, ORIGIN, Origin, read_arrival, read_id
 from services.core.ledger.fields import FieldSet, FieldStats
 from services.core.ledger.report import (
@@ -40,8 +39,9 @@ from services.core.ledger.report import (
 )
 from services.core.pipe_file.pipes import PipeFile
 from services.core.pipe_file.snapshot import copy_in, write_snapshot
-from services.core.retry_state import RetryState, read_wait, unwrap, wrap
-from services.core.waiting import Bookmark, read_bookmark, write_bookmark
+from services.core.undelivered.dead_letter import DeadLetter, Position, make_dead_letter, strip
+from services.core.undelivered.retry_state import RetryState, read_wait, unwrap, wrap
+from services.core.undelivered.waiting import Bookmark, read_bookmark, write_bookmark
 from services.fleet.folder import FleetState, ProcessState, read_state, write_state
 from services.observer.follower import Follower
 from services.observer.ledger.flow import read_flow

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from services.autoscaler.groups.backlog import LATE_S, Backlog
 from services.autoscaler.groups.drivers.contract import Group, Member
 from services.autoscaler.groups.members import Instance
-from services.autoscaler.groups.observer import Lane
+from services.autoscaler.groups.observer_client import Lane
 from services.autoscaler.groups.policy import GroupFigures
 from services.core.group_control import Figures
 from services.core.pipe_file.topic_names import RETRIER_GROUP

@@ -11,7 +11,7 @@ from services.autoscaler.groups.backlog import HotPartitions
 from services.autoscaler.groups.drivers.contract import Away, DriverError, Group, GroupDriver
 from services.autoscaler.groups.members import STATES
 from services.autoscaler.groups.meter import Meter
-from services.autoscaler.groups.observer import (
+from services.autoscaler.groups.observer_client import (
     Observed,
     ObserverClient,
     ObserverUnavailable,

@@ -1,4 +1,4 @@
-"""Opens the broker that a URL names. The only place that knows which backends exist; a new one is registered here."""
+"""Opens the broker that a URL names. A new backend is registered here; `contract.py` lists the other places."""
 
 import asyncio
 import re

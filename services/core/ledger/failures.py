@@ -6,8 +6,8 @@ from pyroaring import BitMap
 
 from services.core.broker.record import Record
 from services.core.event import ORIGIN, Origin
-from services.core.failed_attempts import FailedAttempt, pack_attempts
 from services.core.ledger.report import MAX_NUMBER, FailureSet, pack_numbers
+from services.core.undelivered.failed_attempts import FailedAttempt, pack_attempts
 
 _EXACT = 50
 """Sets of one report with their times in ms. In further ones the times are full seconds, so that many requests share one."""

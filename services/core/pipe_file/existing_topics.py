@@ -34,8 +34,8 @@ from services.core.event import (
 )
 from services.core.pipe_file.pipes import PipeFile, own_streams
 from services.core.pipe_file.stream import Stream
-from services.core.pipe_file.topic import FromHeader, Place, TopicTarget
 from services.core.pipe_file.topic_names import dead_letter_topic, output_topic, parked_topic, retry_topic
+from services.core.pipe_file.topic_of_others import FromHeader, Place, TopicTarget
 
 OWN_PREFIX = "penstock_"
 """Headers of another fleet, whose output this topic may be. They mean nothing here."""

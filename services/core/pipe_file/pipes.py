@@ -13,8 +13,8 @@ from services.core.broker.connect import open_broker
 from services.core.pipe_file.references import find_broken_references
 from services.core.pipe_file.stream import Stream
 from services.core.pipe_file.table import Table
-from services.core.pipe_file.topic import NAME_PATTERN as NAME_PATTERN
-from services.core.pipe_file.topic import Name, TopicTarget
+from services.core.pipe_file.topic_of_others import NAME_PATTERN as NAME_PATTERN
+from services.core.pipe_file.topic_of_others import Name, TopicTarget
 from services.core.pipe_file.transform import Transform
 from services.core.pipe_file.webhook import StrictModel, Webhook
 from services.core.version import newer_format

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from services.core.broker.several.brokers import DEFAULT
-from services.core.pipe_file.topic import FromHeader, Name, Place, TopicName
+from services.core.pipe_file.topic_of_others import FromHeader, Name, Place, TopicName
 from services.core.pipe_file.webhook import StrictModel
 from services.core.units import Duration
 

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.core.pipe_file.topic import Name
+from services.core.pipe_file.topic_of_others import Name
 from services.core.pipe_file.webhook import StrictModel
 from services.core.units import Duration
 

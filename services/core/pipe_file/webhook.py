@@ -13,6 +13,10 @@ _SECRET_PARAMETER = re.compile(r"secret|passw|pwd|token|key|sig|auth|credential|
 _PLACE = "Try: client_id, and client_secret: {file: oauth-client.secret} or {env: OAUTH_SECRET}"
 
 
+Body = Literal["cloudevents", "json", "ndjson"]
+"""The formats of a request's body; `services/expel/webhook/body.py` writes them."""
+
+
 class StrictModel(BaseModel):
     """A part of the pipe file. Unknown keys are mistakes."""
 
@@ -240,7 +244,7 @@ class Webhook(StrictModel):
         description="For receivers with a private CA, or that require a client certificate.",
         examples=[{"ca": "company-ca.pem"}],
     )
-    body: Literal["cloudevents", "json", "ndjson"] = Field(
+    body: Body = Field(
         "cloudevents",
         description="cloudevents: an array of CloudEvents with id, source and time. json: an array of the payloads. ndjson: one "
         "payload per line.",

@@ -3,18 +3,18 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.core import dead_letter, retry_state
 from services.core.audit import Entry
 from services.core.control.pauses import Pause
-from services.core.dead_letter import DeadLetter
 from services.core.event import ORIGIN, Origin
-from services.core.failed_attempts import FailedAttempt, parse_attempts
 from services.core.ledger.report import MAX_NUMBER
 from services.core.pipe_file.pipes import PipeFile
 from services.core.pipe_file.topic_names import dead_letter_topic
-from services.core.retry_state import state_of
 from services.core.story.reports import Reports, present_lane
 from services.core.story.search import Found
+from services.core.undelivered import dead_letter, retry_state
+from services.core.undelivered.dead_letter import DeadLetter
+from services.core.undelivered.failed_attempts import FailedAttempt, parse_attempts
+from services.core.undelivered.retry_state import state_of
 
 DEAD = dead_letter_topic("")
 

@@ -12,7 +12,6 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.reading import scan
 from services.core.control.pauses import list_paused
-from services.core.dead_letter import Position
 from services.core.event import ID, ORIGIN, Origin
 from services.core.pipe_file.pipes import PipeFile
 from services.core.pipe_file.topic_names import (
@@ -47,6 +46,7 @@ from services.core.story.search import (
     time_of,
 )
 from services.core.times import format_time
+from services.core.undelivered.dead_letter import Position
 
 DAY_MS = 86_400_000
 _V7_BEFORE_MS, _V7_AFTER_MS = 120_000, 3_600_000

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from services.core.audit import DROP, RESET, SKIP
-from services.core.dead_letter import DeadLetter, Position
 from services.core.event import OUTPUTS
 from services.core.ledger.report import Outcome
 from services.core.pipe_file.pipes import Destination, is_retried
@@ -17,7 +16,6 @@ from services.core.pipe_file.topic_names import (
     parked_topic,
     retry_topic,
 )
-from services.core.retry_state import BREAKER_OPEN, RetryState, state_of
 from services.core.security.masking import mask_text
 from services.core.story.facts import DEAD, Event, Facts, failed_attempts_of, lane_of, source_of
 from services.core.story.model import Lane, Moment, Passage, State
@@ -32,6 +30,8 @@ from services.core.story.moments import (
 )
 from services.core.story.search import Found, time_of
 from services.core.times import format_time
+from services.core.undelivered.dead_letter import DeadLetter, Position
+from services.core.undelivered.retry_state import BREAKER_OPEN, RetryState, state_of
 
 _ORDER = [RETRY_IN, *(delay_topic(seconds) for seconds in reversed(DELAYS_S))]
 """The direction in which the retrier moves events."""

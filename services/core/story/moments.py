@@ -4,16 +4,16 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from services.core.audit import DISCARD, REDRIVE, Entry, covers, digest_of
-from services.core.dead_letter import DeadLetter
 from services.core.event import REDRIVEN, read_arrival
-from services.core.failed_attempts import PARTIAL, FailedAttempt
 from services.core.pipe_file.topic_names import retry_topic
-from services.core.retry_state import state_of
 from services.core.security.masking import mask_text
 from services.core.story.facts import source_of
 from services.core.story.model import Moment, State
 from services.core.story.search import EARLY_MS, Found
 from services.core.times import format_time
+from services.core.undelivered.dead_letter import DeadLetter
+from services.core.undelivered.failed_attempts import PARTIAL, FailedAttempt
+from services.core.undelivered.retry_state import state_of
 from services.core.units import format_count
 
 _RETRY = retry_topic("")

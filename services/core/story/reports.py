@@ -11,11 +11,11 @@ from services.core.broker.contract import Reader
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.reading import scan
 from services.core.event import Origin
-from services.core.failed_attempts import FailedAttempt, parse_attempts
 from services.core.ledger.report import TELEMETRY, BadReport, Outcome, Report, decode_report, unpack_numbers
 from services.core.pipe_file.topic_names import lane_name
 from services.core.story.search import EARLY_MS, Budget, Search
 from services.core.times import date_of
+from services.core.undelivered.failed_attempts import FailedAttempt, parse_attempts
 
 Step = tuple[str, str, str | None]
 """Node, pipe (of ingest the stream), destination."""

@@ -12,9 +12,9 @@ from services.core.broker.contract import Broker, PartitionRange, Reader
 from services.core.broker.errors import DataDamaged, OffsetOutOfRange, UnknownTopic
 from services.core.broker.reading import READ_RECORDS, read_topic, scan
 from services.core.broker.record import Batch, Record
-from services.core.dead_letter import Position
 from services.core.event import read_arrival
 from services.core.times import date_of
+from services.core.undelivered.dead_letter import Position
 
 Header = tuple[str, bytes]
 """A name and a value."""

@@ -16,6 +16,7 @@ import orjson
 from services.core import event
 from services.core.broker.record import Batch, Damage, Record
 from services.core.event import ARRIVAL, CONTENT_TYPE, FAULT, ID, MAX_MILLIS_DIGITS, ORIGIN, read_arrival
+from services.core.pipe_file.webhook import Body
 from services.expel.delivery import Delivery, OffsetRun, Rendered, Unreadable
 
 BAD_RECORD = "bad_record"
@@ -48,14 +49,16 @@ class BodyFormat:
     join: Callable[[Sequence[bytes]], bytes]
 
 
-def make_format(body: str, pipe: str) -> BodyFormat:
-    """body: `cloudevents`, `json` or `ndjson`."""
-    if body == "cloudevents":
-        content_type = "application/cloudevents-batch+json"
-        return BodyFormat(content_type, lambda topic: CloudEventRenderer(pipe, topic), join_array)
-    if body == "json":
-        return BodyFormat("application/json", lambda _topic: PlainRenderer(on_lines=False), join_array)
-    return BodyFormat("application/x-ndjson", lambda _topic: PlainRenderer(on_lines=True), join_lines)
+def make_format(body: Body, pipe: str) -> BodyFormat:
+    """The format of this name in the pipe file."""
+    match body:
+        case "cloudevents":
+            content_type = "application/cloudevents-batch+json"
+            return BodyFormat(content_type, lambda topic: CloudEventRenderer(pipe, topic), join_array)
+        case "json":
+            return BodyFormat("application/json", lambda _topic: PlainRenderer(on_lines=False), join_array)
+        case "ndjson":
+            return BodyFormat("application/x-ndjson", lambda _topic: PlainRenderer(on_lines=True), join_lines)
 
 
 def join_array(parts: Sequence[bytes]) -> bytes:

@@ -13,8 +13,8 @@ from services.core.broker.contract import Reader
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.reading import read_topic
-from services.core.dead_letter import DeadLetter, Position
 from services.core.pipe_file.topic_names import AUDIT
+from services.core.undelivered.dead_letter import DeadLetter, Position
 from services.fleet.console import print_note
 from services.fleet.problem import CommandFailed
 

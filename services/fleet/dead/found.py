@@ -10,10 +10,10 @@ from services.core.broker.contract import Broker, PartitionRange, Reader
 from services.core.broker.errors import DataDamaged, OffsetOutOfRange, UnknownTopic
 from services.core.broker.reading import read_topic
 from services.core.broker.record import Batch, Record
-from services.core.dead_letter import PREFIX, DeadLetter, Position, event_time
 from services.core.event import read_id
 from services.core.pipe_file.topic_names import RETRIER_DEAD, dead_letter_topic, lane_name
 from services.core.times import format_time
+from services.core.undelivered.dead_letter import PREFIX, DeadLetter, Position, event_time
 from services.fleet.console import print_note
 from services.fleet.dead.audit import AuditedActions
 from services.fleet.problem import CommandFailed, unknown_name

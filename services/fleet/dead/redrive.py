@@ -16,14 +16,14 @@ from services.core.audit import REDRIVE
 from services.core.broker.errors import RecordTooLarge, Unavailable
 from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Record, estimate_size
-from services.core.dead_letter import DeadLetter, Position, event_time, strip
 from services.core.event import FAULT, REDRIVEN
 from services.core.ledger.report import since_span
 from services.core.ledger.reporter import Reporter, new_instance
 from services.core.pipe_file.existing_topics import Translation
 from services.core.pipe_file.pipes import PipeFile
 from services.core.pipe_file.topic_names import lane_name, removed_lanes, retry_topic
-from services.core.retry_state import BadRetryRecord, RetryState, read_state, read_wait, wrap
+from services.core.undelivered.dead_letter import DeadLetter, Position, event_time, strip
+from services.core.undelivered.retry_state import BadRetryRecord, RetryState, read_state, read_wait, wrap
 from services.fleet.console import print_note
 from services.fleet.dead.audit import Auditor
 from services.fleet.sending.pace import Pace

@@ -8,11 +8,11 @@ from rich.table import Table
 from rich.text import Text
 
 from services.core.audit import CANCEL, FREEZE, GROW, PLAN, UNFREEZE, Entry
-from services.core.causes import OTHER, Cause
-from services.core.dead_letter import DeadLetter
-from services.core.retry_state import MAX_DETAIL
 from services.core.security.masking import mask_text
 from services.core.times import format_time
+from services.core.undelivered.causes import OTHER, Cause
+from services.core.undelivered.dead_letter import DeadLetter
+from services.core.undelivered.retry_state import MAX_DETAIL
 from services.fleet.console import make_table
 
 SHOWN_DETAIL = 80

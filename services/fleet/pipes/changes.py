@@ -31,8 +31,8 @@ from services.core.pipe_file.topic_names import (
     removed_pipes,
     renames_of,
 )
+from services.core.undelivered.waiting import Bookmark, find_takeover, read_bookmark
 from services.core.units import format_count
-from services.core.waiting import Bookmark, find_takeover, read_bookmark
 from services.core.yaml_source import Problem
 from services.fleet.dead.found import DeadLetterSearch, Filter
 from services.fleet.pipes.check import python_files

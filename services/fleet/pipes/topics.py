@@ -43,7 +43,13 @@ from services.core.pipe_file.topic_names import (
     renames_of,
 )
 from services.core.times import format_time
-from services.core.waiting import WaitingEvents, find_waiting, hand_over_positions, read_bookmark, write_bookmark
+from services.core.undelivered.waiting import (
+    WaitingEvents,
+    find_waiting,
+    hand_over_positions,
+    read_bookmark,
+    write_bookmark,
+)
 from services.core.yaml_source import BadConfiguration, Problem
 from services.fleet.dead.audit import read_audit, whoami
 from services.fleet.folder import SNAPSHOT

@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from services.core.broker.reading import read_tail
 from services.core.broker.record import Record
-from services.core.dead_letter import DeadLetter, Position
 from services.core.event import ID, OUTPUTS, read_arrival, read_id
 from services.core.pipe_file.pipes import Pipe, PipeFile
 from services.core.sample import (
@@ -32,6 +31,7 @@ from services.core.sample import (
     find_absent,
 )
 from services.core.times import format_time
+from services.core.undelivered.dead_letter import DeadLetter, Position
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import opened
 from services.fleet.pipes.spark_child import LIMIT_S, TooSlow, last_lines, run_spark

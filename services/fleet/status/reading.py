@@ -28,7 +28,7 @@ from services.core.pipe_file.topic_names import (
 from services.core.process.scrape import Sample, scrape
 from services.core.times import format_time
 from services.fleet.folder import FleetState
-from services.fleet.paused import pause_json
+from services.fleet.status.paused import pause_json
 
 SHARES = (0.5, 0.95, 0.99)
 BREAKER_STATES: tuple[str, ...] = get_args(Breaker)

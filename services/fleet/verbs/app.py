@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 from typer.models import CommandInfo, TyperInfo
 
-from services.core.dead_letter import Position
 from services.core.pipe_file.pipes import load_pipes
 from services.core.pipe_file.topic_names import lanes_of, removed_lanes, renames_of
 from services.core.times import parse_time
+from services.core.undelivered.dead_letter import Position
 from services.core.version import VERSION
 from services.core.yaml_source import BadConfiguration
 from services.fleet.dead.found import Filter

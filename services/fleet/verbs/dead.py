@@ -10,9 +10,9 @@ import uvloop
 
 from services.core.audit import DISCARD
 from services.core.broker.producer import Producer
-from services.core.dead_letter import DeadLetter, Position
 from services.core.pipe_file.pipes import PipeFile, load_pipes, own_streams
 from services.core.pipe_file.topic_names import lane_name
+from services.core.undelivered.dead_letter import DeadLetter, Position
 from services.core.units import format_count
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import OUT, confirm, count_progress, print_note

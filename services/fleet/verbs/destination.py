@@ -11,18 +11,18 @@ import uvloop
 from rich.text import Text
 
 from services.core.broker.producer import Producer
-from services.core.causes import Causes
 from services.core.control.pauses import OPERATOR, Pause, list_paused, write_pause
 from services.core.pipe_file.pipes import PipeFile
 from services.core.pipe_file.topic_names import lane_name, renames_of
 from services.core.process.scrape import Sample, scrape
+from services.core.undelivered.causes import Causes
 from services.core.units import format_count
 from services.fleet.access import find_broker, find_fleet, find_pipes, load_found_pipes, opened
 from services.fleet.console import ERR, OUT, print_note
 from services.fleet.dead.audit import whoami
 from services.fleet.dead.found import DeadLetterSearch, Filter
 from services.fleet.dead.view import cause_table
-from services.fleet.paused import (
+from services.fleet.status.paused import (
     DestinationState,
     choose,
     count_parked,

@@ -25,8 +25,8 @@ from services.fleet.access import find_broker, find_fleet, load_found_pipes, ope
 from services.fleet.console import OUT, confirm, count_progress, make_table, print_note
 from services.fleet.dead.audit import Auditor, whoami
 from services.fleet.dead.view import plain
-from services.fleet.group.lanes import Lane, find_lanes, parse_offset
-from services.fleet.group.offsets import (
+from services.fleet.positions.lanes import Lane, find_lanes, parse_offset
+from services.fleet.positions.offsets import (
     LaneOffsets,
     Move,
     PartitionOffsets,
@@ -40,13 +40,13 @@ from services.fleet.group.offsets import (
     retry_wait_s,
     skip_events,
 )
-from services.fleet.paused import pause_json
 from services.fleet.problem import CommandFailed
+from services.fleet.status.paused import pause_json
 from services.fleet.status.reading import read_status, transform_lag
 from services.fleet.status.view import millis
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
 from services.fleet.verbs.destination import MAX_REASON
-from services.fleet.verbs.transform_restart import restart_transform
+from services.fleet.verbs.transform_reset import restart_transform
 
 GROUP = typer.Typer(
     help="The offsets of destinations: show them, deliver events again, or skip events.", no_args_is_help=True

@@ -17,8 +17,8 @@ from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import ERR
 from services.fleet.dead.audit import whoami
 from services.fleet.dead.view import plain
-from services.fleet.paused import describe_file, pause_json, read_pauses
 from services.fleet.problem import CommandFailed, unknown_name
+from services.fleet.status.paused import describe_file, pause_json, read_pauses
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
 from services.fleet.verbs.destination import MAX_REASON, ReasonText
 

@@ -14,8 +14,8 @@ from services.core.fleet_broker import open_fleet_broker
 from services.core.pipe_file.existing_topics import existing_topics
 from services.core.pipe_file.pipes import PipeFile
 from services.core.pipe_file.topic_names import removed_lanes, removed_pipes
+from services.core.undelivered.waiting import WaitingEvents
 from services.core.units import DURATION_PATTERN, SIZE_PATTERN, format_count, format_duration, format_size
-from services.core.waiting import WaitingEvents
 from services.core.yaml_source import BadConfiguration, Problem
 from services.fleet.access import find_broker, find_networks
 from services.fleet.console import OUT, print_note

@@ -3,7 +3,7 @@
 import pytest
 
 from services.core.broker.record import Record, TopicPartition
-from services.core.dead_letter import PREFIX, DeadLetter, Position, event_time, make_dead_letter, strip
+from services.core.undelivered.dead_letter import PREFIX, DeadLetter, Position, event_time, make_dead_letter, strip
 
 _EVENT = Record(b"k", b'{"n":1}', 1_600_000_000_000, (("ce_id", b"e1"),))
 _NOW = 1_700_000_000_000

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.broker.record import Record, TopicPartition
-from services.core.retry_state import (
+from services.core.undelivered.retry_state import (
     MAX_DETAIL,
     PREFIX,
     BadRetryRecord,

@@ -28,18 +28,18 @@ from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.control.pauses import Pause, write_pause
-from services.core.dead_letter import Position, make_dead_letter
 from services.core.event import ARRIVAL, ID, ORIGIN, OUTPUTS, REDRIVEN, Origin
-from services.core.failed_attempts import FailedAttempt, pack_attempts
 from services.core.ledger.report import TELEMETRY, FailureSet, OriginSet, Report, pack_numbers
 from services.core.pipe_file.pipes import PipeFile
 from services.core.pipe_file.provision import ensure_topics
 from services.core.pipe_file.topic_names import delay_topic
-from services.core.retry_state import RetryState, wrap
 from services.core.story.find import Scope, find_story, make_scope, time_of_id
 from services.core.story.model import EventStory, Lane, Story
 from services.core.story.search import Limits, TimeRange
 from services.core.times import format_time
+from services.core.undelivered.dead_letter import Position, make_dead_letter
+from services.core.undelivered.failed_attempts import FailedAttempt, pack_attempts
+from services.core.undelivered.retry_state import RetryState, wrap
 from services.fleet.verbs.event import print_events
 
 NOW = int(time.time() * 1000) - 10_000  # before the acts of operators, also when a test runs alone

@@ -13,7 +13,7 @@ from services.core.control.key_marks import read_key_marks, write_key_marks
 from services.core.control.pauses import Pause, list_paused, write_pause
 from services.core.control.transform_marks import Begin, TransformMarks, read_transform_mark, write_transform_mark
 from services.core.pipe_file.topic_names import CONTROL
-from services.core.waiting import Bookmark, read_bookmark, write_bookmark
+from services.core.undelivered.waiting import Bookmark, read_bookmark, write_bookmark
 
 
 @pytest.fixture

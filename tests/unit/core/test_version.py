@@ -24,8 +24,8 @@ from services.core.control.topic import Versioned
 from services.core.ledger.report import BadReport, NewerReport, OriginSet, Report, decode_known, pack_numbers
 from services.core.pipe_file.snapshot import copy_in, write_snapshot
 from services.core.pipe_file.topic_names import CONTROL
+from services.core.undelivered.waiting import Bookmark, read_bookmark, write_bookmark
 from services.core.version import newer_format
-from services.core.waiting import Bookmark, read_bookmark, write_bookmark
 from services.fleet.folder import STATE_FILE, read_state
 from services.fleet.problem import CommandFailed
 

@@ -18,7 +18,7 @@ from services.core.control.pauses import Pause, Pauses, write_pause
 from services.core.pipe_file.pipes import PipeFile
 from services.core.pipe_file.provision import ensure_topics
 from services.core.pipe_file.topic_names import RETRIER_GROUP, RETRY_IN, delay_topic
-from services.core.waiting import Bookmark, find_waiting, read_bookmark, take_over_positions, write_bookmark
+from services.core.undelivered.waiting import Bookmark, find_waiting, read_bookmark, take_over_positions, write_bookmark
 from tests.support.waiting_events import store, waiting_event
 
 HOOK = {"url": "https://example.org/"}

@@ -6,6 +6,7 @@ import orjson
 import pytest
 
 from services.core.broker.record import Batch, Headers, Record
+from services.core.pipe_file.webhook import Body
 from services.expel.delivery import Rendered
 from services.expel.webhook.body import BAD_RECORD, OVERSIZE, make_format, render
 
@@ -13,19 +14,24 @@ ORIGIN = ("penstock_origin", b"a:0:1")
 
 
 def render_one(
-    value: bytes | None, headers: Headers = (), *, body: str = "cloudevents", timestamp: int = 0, max_part: int = 10_000
+    value: bytes | None,
+    headers: Headers = (),
+    *,
+    body: Body = "cloudevents",
+    timestamp: int = 0,
+    max_part: int = 10_000,
 ) -> Rendered:
     record = Record(b"k", value, timestamp, (("ce_id", b"e1"), *headers))
     return render(Batch("flights", 3, [77], [record]), make_format(body, "late").renderer_for("flights"), max_part)
 
 
-def part(value: bytes | None, headers: Headers = (), *, body: str = "cloudevents", timestamp: int = 0) -> bytes:
+def part(value: bytes | None, headers: Headers = (), *, body: Body = "cloudevents", timestamp: int = 0) -> bytes:
     found = render_one(value, headers, body=body, timestamp=timestamp)
     assert list(found.unreadable) == []
     return found.delivery.parts[0]
 
 
-def refusal(value: bytes | None, headers: Headers = (), *, body: str = "cloudevents") -> str:
+def refusal(value: bytes | None, headers: Headers = (), *, body: Body = "cloudevents") -> str:
     found = render_one(value, headers, body=body)
     assert list(found.delivery.parts) == []
     (bad,) = found.unreadable
@@ -108,7 +114,7 @@ def test_other_payloads_are_base64() -> None:
 @pytest.mark.parametrize(
     "value", [None, b"", b"{", b"1,2", b'1},{"id":"forged"', b"NaN", b"\xef\xbb\xbf{}", b'"\xff"', b"[" * 5000, b"{}{}"]
 )
-def test_foreign_values_are_refused(body: str, value: bytes | None) -> None:
+def test_foreign_values_are_refused(body: Body, value: bytes | None) -> None:
     """Broken: one bad value makes a whole request invalid, or forges an event beside it."""
     assert refusal(value, body=body)
 

@@ -17,7 +17,6 @@ import structlog
 from aiohttp import web
 from prometheus_client import REGISTRY
 
-from services.core import dead_letter
 from services.core.broker.connect import open_broker
 from services.core.http.net_guard import NetPolicy
 from services.core.pipe_file.destination_check import check_destinations, find_exposed_secrets
@@ -34,6 +33,7 @@ from services.core.security.credentials import (
     read_value,
     watch_credentials,
 )
+from services.core.undelivered import dead_letter
 from services.core.yaml_source import BadConfiguration, parse_yaml, validate_document
 from tests.support.waiting_events import store, stored
 from tests.unit.expel.fake_sender import make_record

@@ -17,15 +17,15 @@ from services.core.broker.existing import target_name
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
-from services.core.dead_letter import DETAIL, REASON
 from services.core.event import ARRIVAL, CONTENT_TYPE, ID, ORIGIN, TOPIC_NUMBERS, Origin, offset_of, topic_incarnation
 from services.core.ledger.accumulator import Sets
 from services.core.ledger.first_reader import FirstReader, LateStart
 from services.core.ledger.report import TELEMETRY, Report, decode_report, unpack_numbers
 from services.core.pipe_file.existing_topics import Translation
 from services.core.pipe_file.stream import Stream
-from services.core.pipe_file.topic import TopicTarget
+from services.core.pipe_file.topic_of_others import TopicTarget
 from services.core.times import format_time
+from services.core.undelivered.dead_letter import DETAIL, REASON
 from services.expel.delivery import Delivery, OffsetRun
 from services.expel.dispatcher import Dispatcher, LaneConfig
 from services.expel.lane import Lane

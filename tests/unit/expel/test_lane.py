@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from services.core import dead_letter
 from services.core.broker.errors import RecordTooLarge, Unavailable
 from services.core.broker.record import Batch, Record, estimate_size
 from services.core.http.failure import Failure
+from services.core.undelivered import dead_letter
 from services.expel.delivery import Delivery
 from services.expel.retry_policy import Outcome, RetryLimits
 from services.expel.send_queue import RequestLimits

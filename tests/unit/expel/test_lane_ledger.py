@@ -15,11 +15,11 @@ from services.core.broker.errors import UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.broker.retry import AppendPolicy
-from services.core.failed_attempts import FailedAttempt, parse_attempts
 from services.core.http.failure import Failure
 from services.core.ledger.report import TELEMETRY, Report, decode_report, unpack_numbers
 from services.core.pipe_file.topic_names import RETRY_IN
-from services.core.retry_state import RetryState, wrap
+from services.core.undelivered.failed_attempts import FailedAttempt, parse_attempts
+from services.core.undelivered.retry_state import RetryState, wrap
 from services.expel.delivery import Delivery
 from services.expel.dispatcher import Dispatcher
 from services.expel.lane import Lane

@@ -11,7 +11,7 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.control.pauses import Pause, Pauses
 from services.core.pipe_file.topic_names import CONTROL
-from services.core.retry_state import RetryState, unwrap, wrap
+from services.core.undelivered.retry_state import RetryState, unwrap, wrap
 from services.expel import circuit_breaker, pause, slow_start
 from services.expel.delivery import Delivery
 from services.expel.retry_policy import Outcome, RetryLimits

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from services.core import dead_letter
 from services.core.audit import Entry
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
@@ -20,8 +19,9 @@ from services.core.broker.retry import AppendPolicy
 from services.core.pipe_file.pipes import PipeFile, Removed, load_pipes
 from services.core.pipe_file.provision import ensure_topics
 from services.core.pipe_file.topic_names import AUDIT
-from services.core.retry_state import unwrap
-from services.core.waiting import Bookmark, find_waiting
+from services.core.undelivered import dead_letter
+from services.core.undelivered.retry_state import unwrap
+from services.core.undelivered.waiting import Bookmark, find_waiting
 from services.expel.dedup import RetryTopicFilter
 from services.expel.removed import RemovedLane
 from services.expel.settings import ExpelSettings

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from services.core import dead_letter
 from services.core.broker.errors import RecordTooLarge, Unavailable
 from services.core.broker.record import Record, TopicPartition
-from services.core.failed_attempts import FailedAttempt, pack_attempts, parse_attempts
 from services.core.http.failure import Failure
-from services.core.retry_state import BREAKER_OPEN, FAILURES, RetryState, unwrap, wrap
+from services.core.undelivered import dead_letter
+from services.core.undelivered.failed_attempts import FailedAttempt, pack_attempts, parse_attempts
+from services.core.undelivered.retry_state import BREAKER_OPEN, FAILURES, RetryState, unwrap, wrap
 from services.expel import circuit_breaker, throttle
 from services.expel.delivery import Delivery, OffsetRun
 from services.expel.retry_policy import JITTER, Outcome, RetryLimits, RetrySchedule

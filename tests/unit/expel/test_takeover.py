@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY
 
 from services.core.broker.errors import Unavailable
 from services.core.broker.record import Record, TopicPartition
-from services.core.retry_state import RetryState, wrap
+from services.core.undelivered.retry_state import RetryState, wrap
 from services.expel.retry_policy import RetryLimits
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.expel.fake_sender import make_record

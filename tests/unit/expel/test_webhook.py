@@ -17,6 +17,7 @@ from services.core.http.client import MAX_RESPONSE, HttpClient
 from services.core.http.failure import Failure
 from services.core.http.net_guard import NetPolicy, parse_endpoints, parse_networks
 from services.core.http.resolver import Resolver
+from services.core.pipe_file.webhook import Body
 from services.core.security.signing import SigningKey, SigningKeys
 from services.expel.delivery import Delivery
 from services.expel.retry_policy import Action, Outcome, RetryLimits, RetryPolicy
@@ -41,7 +42,7 @@ def record(number: int, value: bytes = b'{"n":1}') -> Record:
 
 @asynccontextmanager
 async def open_sender(
-    url: str, *, policy: NetPolicy = LOCAL, body: str = "cloudevents", keys: tuple[str, ...] = (), timeout: float = 5.0
+    url: str, *, policy: NetPolicy = LOCAL, body: Body = "cloudevents", keys: tuple[str, ...] = (), timeout: float = 5.0
 ) -> AsyncIterator[WebhookSender]:
     form = make_format(body, "late")
     headers = {"X-Team": "river", "Content-Type": form.content_type}
@@ -369,7 +370,7 @@ async def test_proxies_of_the_environment_are_ignored(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("body", "expected"), [("json", b'[{"n":1},{"n":1}]'), ("ndjson", b'{"n":1}\n{"n":1}\n')])
-async def test_plain_bodies(body: str, expected: bytes) -> None:
+async def test_plain_bodies(body: Body, expected: bytes) -> None:
     """Broken: receivers of plain JSON or NDJSON get something else."""
     async with open_receiver() as receiver, open_sender(receiver.url, body=body) as sender:
         assert await sender.send(deliver(sender, [record(1), record(2)])) is None

@@ -9,15 +9,12 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from services.core import dead_letter
 from services.core.audit import DISCARD, REDRIVE, ActedUpon, Entry, digest_of, write_entries
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer, SendResult
 from services.core.broker.record import Batch, Record, TopicPartition
-from services.core.causes import Causes, normalise
-from services.core.dead_letter import DeadLetter, Position
 from services.core.event import FAULT, ID, ORIGIN, REDRIVEN
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
 from services.core.pipe_file.existing_topics import Translation
@@ -25,8 +22,11 @@ from services.core.pipe_file.pipes import PipeFile
 from services.core.pipe_file.provision import ensure_topics
 from services.core.pipe_file.stream import Stream
 from services.core.pipe_file.topic_names import AUDIT, RETRIER_DEAD, renames_of
-from services.core.retry_state import read_state, unwrap
 from services.core.times import parse_time
+from services.core.undelivered import dead_letter
+from services.core.undelivered.causes import Causes, normalise
+from services.core.undelivered.dead_letter import DeadLetter, Position
+from services.core.undelivered.retry_state import read_state, unwrap
 from services.expel.dedup import RetryTopicFilter
 from services.fleet.dead.audit import AuditedActions, Auditor, read_audit
 from services.fleet.dead.found import DeadLetterSearch, Filter, restore, with_payloads

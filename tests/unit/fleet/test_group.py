@@ -22,18 +22,18 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.control.transform_marks import Begin, TransformMark, read_transform_mark, write_transform_mark
-from services.core.dead_letter import DeadLetter, Position, event_time
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
 from services.core.pipe_file.pipes import load_pipes
 from services.core.pipe_file.snapshot import read_contents, write_snapshot
 from services.core.pipe_file.state_plan import StatePlan
 from services.core.pipe_file.topic_names import RETRIER_GROUP, RETRY_IN
-from services.core.retry_state import RetryState, wrap
 from services.core.takeover_dedup import WITHIN_S
 from services.core.times import format_time
+from services.core.undelivered.dead_letter import DeadLetter, Position, event_time
+from services.core.undelivered.retry_state import RetryState, wrap
 from services.fleet.dead.audit import read_audit, whoami
-from services.fleet.group.lanes import find_lanes
-from services.fleet.group.offsets import (
+from services.fleet.positions.lanes import find_lanes
+from services.fleet.positions.offsets import (
     PartitionOffsets,
     _resolve,
     plan_moves,
@@ -481,8 +481,8 @@ async def test_a_skip_never_passes_an_unreported_event(
 ) -> None:
     """Broken: a skip that is killed passes events that nobody was told of. Killed at random, repeated until it succeeds."""
     draw = random.Random(seed)
-    monkeypatch.setattr("services.fleet.group.offsets.READ_RECORDS", draw.randint(1, 4))
-    monkeypatch.setattr("services.fleet.group.offsets._REPORT_EVENTS", draw.randint(1, 5))
+    monkeypatch.setattr("services.fleet.positions.offsets.READ_RECORDS", draw.randint(1, 4))
+    monkeypatch.setattr("services.fleet.positions.offsets._REPORT_EVENTS", draw.randint(1, 5))
     (lane,) = find_lanes(await asyncio.to_thread(load_pipes, tmp_path / "pipes.yaml"), "a/crm")
     before = {0: 4, 1: 2}
     async with open_broker(url) as broker:
@@ -657,8 +657,8 @@ def test_a_reset_by_root_leaves_the_checkpoint_to_its_owner(
         raise SystemExit(1)
 
     monkeypatch.setattr("typer.confirm", refuse)
-    monkeypatch.setattr("services.fleet.group.transform_reset.os.geteuid", lambda: 0)
-    monkeypatch.setattr("services.fleet.group.transform_reset.os.fchown", lambda _file, *to: given.append(to))
+    monkeypatch.setattr("services.fleet.positions.transform_reset.os.geteuid", lambda: 0)
+    monkeypatch.setattr("services.fleet.positions.transform_reset.os.fchown", lambda _file, *to: given.append(to))
     assert shell.run("group", "reset", "sums", "--to", format_time(BASE + 7000)) == 1
     assert (folder / "penstock.lock").exists()
     assert given == [(owner.st_uid, owner.st_gid)]

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from services.core.broker.record import TopicPartition
-from services.core.dead_letter import DeadLetter, Position, make_dead_letter
 from services.core.pipe_file.pipes import load_pipes
 from services.core.pipe_file.snapshot import read_contents, write_snapshot
 from services.core.pipe_file.topic_names import RETRIER_GROUP, delay_topic
-from services.core.retry_state import unwrap
+from services.core.undelivered.dead_letter import DeadLetter, Position, make_dead_letter
+from services.core.undelivered.retry_state import unwrap
 from services.core.yaml_source import BadConfiguration
 from services.fleet.dead.redrive import RedriveRecord, RedriveTargets
 from services.fleet.pipes.topics import PreparedTopics, prepare

@@ -23,7 +23,7 @@ from services.core.control.transform_marks import write_transform_mark
 from services.core.pipe_file.pipes import load_pipes, pipe_version
 from services.core.pipe_file.state_plan import StateCheck, StatePlan, text_digest
 from services.core.pipe_file.topic_names import renames_of
-from services.core.retry_state import unwrap
+from services.core.undelivered.retry_state import unwrap
 from services.core.yaml_source import BadConfiguration, Problem
 from services.fleet.pipes.changes import find_changes
 from services.fleet.pipes.topics import check_changes, prepare

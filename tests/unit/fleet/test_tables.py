@@ -10,22 +10,22 @@ from rich.console import Console, Group, RenderableType
 from services.core.broker.contract import Lag, PartitionRange
 from services.core.broker.log.backup import PartitionCopy, TopicCopy
 from services.core.broker.record import Record, TopicPartition
-from services.core.causes import Cause, Example, normalise
 from services.core.control.freezes import Freeze
 from services.core.control.pauses import Pause
-from services.core.dead_letter import DeadLetter, Position
 from services.core.sample import RefusedEvent, SampleRecord, TrialResult
 from services.core.security.keys import ApiKey
+from services.core.undelivered.causes import Cause, Example, normalise
+from services.core.undelivered.dead_letter import DeadLetter, Position
 from services.fleet.console import make_table
 from services.fleet.cost import FleetSample, Load, Prices, StreamSample, render_cost, summarise_cost
 from services.fleet.dead.view import cause_table, letter_table
 from services.fleet.demo.chaos import render_chaos
 from services.fleet.demo.run import render_result
-from services.fleet.group.lanes import Lane
-from services.fleet.group.offsets import LaneOffsets, PartitionOffsets
 from services.fleet.observer_client import loss_table, outcome_table
-from services.fleet.paused import DestinationState, destination_table
 from services.fleet.pipes.trial import Trial
+from services.fleet.positions.lanes import Lane
+from services.fleet.positions.offsets import LaneOffsets, PartitionOffsets
+from services.fleet.status.paused import DestinationState, destination_table
 from services.fleet.status.view import render_status
 from services.fleet.verbs.backup import topic_table
 from services.fleet.verbs.group import offset_table

@@ -14,12 +14,12 @@ from services.core.broker.contract import TopicSpec
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
-from services.core.dead_letter import make_dead_letter
 from services.core.event import ARRIVAL, ID, OUTPUTS
 from services.core.pipe_file.pipes import PipeFile, load_pipes
 from services.core.pipe_file.stream import NO_SINGLE_FIELD
 from services.core.sample import AbsentField, SampleEvent, SampleRecord, TrialResult, UndeclaredField
 from services.core.times import format_time
+from services.core.undelivered.dead_letter import make_dead_letter
 from services.fleet.pipes import trial
 from services.fleet.problem import CommandFailed
 from services.fleet.verbs.trial import _counts, _warnings, trial_tables

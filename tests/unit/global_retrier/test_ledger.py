@@ -7,7 +7,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
 from services.core.pipe_file.topic_names import RETRY_IN
-from services.core.retry_state import wrap
+from services.core.undelivered.retry_state import wrap
 from services.global_retrier.delay_queue import DelayedRecord, DelayQueue
 from services.global_retrier.metrics import RetrierLedger, RetrierMetrics
 from services.global_retrier.mover import Mover

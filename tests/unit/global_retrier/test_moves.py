@@ -14,10 +14,10 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.consuming import Membership
-from services.core.dead_letter import PREFIX, event_time
 from services.core.pipe_file.topic_names import DELAYS_S, RETRIER_GROUP, RETRY_IN, delay_topic
 from services.core.pipe_file.webhook import SCHEDULE
-from services.core.retry_state import RetryState, unwrap
+from services.core.undelivered.dead_letter import PREFIX, event_time
+from services.core.undelivered.retry_state import RetryState, unwrap
 from services.global_retrier.delay_queue import GATHER_MS, MAX_BYTES
 from services.global_retrier.metrics import RetrierLedger, RetrierMetrics
 from services.global_retrier.mover import Mover

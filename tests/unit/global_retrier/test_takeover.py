@@ -5,7 +5,7 @@ from pathlib import Path
 
 from services.core.broker.record import Record
 from services.core.pipe_file.topic_names import RETRY_IN, delay_topic, retry_topic
-from services.core.retry_state import unwrap
+from services.core.undelivered.retry_state import unwrap
 from services.global_retrier.delay_queue import MOVE_EVENTS, choose_delay
 from tests.unit.global_retrier.river import River, make_record, make_state, open_river
 

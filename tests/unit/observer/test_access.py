@@ -13,7 +13,7 @@ from aiohttp import web
 from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 
-from services.autoscaler.groups.observer import ObserverUnavailable, open_observer
+from services.autoscaler.groups.observer_client import ObserverUnavailable, open_observer
 from services.core.http.address import is_named_authority
 from services.core.process.settings import load_settings
 from services.core.security import file_watch

@@ -9,7 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from services.core.broker.producer import Producer
-from services.core.dead_letter import DeadLetter, Position
+from services.core.undelivered.dead_letter import DeadLetter, Position
 from services.observer.dead_letters import OPENAPI, Api, DeadLetterReader, FailureTable
 from services.observer.event_api import EventApi
 from services.observer.follower import Follower

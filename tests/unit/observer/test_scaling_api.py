@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from services.autoscaler.groups.observer import ObserverUnavailable, open_observer
+from services.autoscaler.groups.observer_client import ObserverUnavailable, open_observer
 from services.core.group_report import MAX_REPORT_BYTES, GroupReport
 from services.core.security.bearer import Tokens
 from services.observer.http import serve_api

@@ -6,8 +6,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from services.autoscaler.groups.drivers.aws import open_aws
 from services.autoscaler.groups.drivers.contract import Group, GroupDriver, GroupNotFound
-from services.autoscaler.groups.drivers.control import open_fleet
 from services.autoscaler.groups.drivers.kubernetes import SERVICE_ACCOUNT, open_kubernetes
+from services.autoscaler.groups.drivers.management_port import open_fleet
 from services.core.http.address import is_loopback
 
 MANAGEMENT_PORT = 9100

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from services.core.pipe_file.topic_names import RETRIER_DEAD, RETRIER_GROUP, lane_name
 from services.core.units import format_count
+from services.fleet.doctor.checks.counters import format_span, log_command
 from services.fleet.doctor.checks.ledger import describe_reports
-from services.fleet.doctor.checks.moves import format_span, log_command
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Facts
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from services.core.security.kafka import NAME as KAFKA
 from services.core.times import format_time
-from services.fleet.doctor.checks.moves import format_span
+from services.fleet.doctor.checks.counters import format_span
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Certificate, Facts
 

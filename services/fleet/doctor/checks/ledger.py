@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from services.core.pipe_file.topic_names import lane_name
 from services.core.units import format_count
-from services.fleet.doctor.checks.moves import Moves, find_moves, log_command
+from services.fleet.doctor.checks.counters import Moves, find_moves, log_command
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Facts, Instance
 

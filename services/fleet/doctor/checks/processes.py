@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from services.core.process.expected import list_expected
 from services.core.units import format_count
 from services.fleet.doctor.checks import transforms
-from services.fleet.doctor.checks.moves import log_command
+from services.fleet.doctor.checks.counters import log_command
 from services.fleet.doctor.checks.transforms import STARTING
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Facts, Instance, LogLine

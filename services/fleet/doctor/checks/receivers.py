@@ -7,8 +7,8 @@ from services.core.control.pauses import GONE, Pause
 from services.core.pipe_file.topic_names import lane_name, retry_topic
 from services.core.times import format_time
 from services.core.units import format_count
+from services.fleet.doctor.checks.counters import format_span
 from services.fleet.doctor.checks.expiry import find_expired, find_expired_tokens, said_to_end
-from services.fleet.doctor.checks.moves import format_span
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Endpoint, Facts, LogLine
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.core.units import format_count
-from services.fleet.doctor.checks.moves import RECENT_S, find_moves, format_span, log_command
+from services.fleet.doctor.checks.counters import RECENT_S, find_moves, format_span, log_command
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Facts, Instance
 

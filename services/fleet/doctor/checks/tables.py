@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from services.core.units import format_count
-from services.fleet.doctor.checks.moves import find_moves, format_span, log_command
+from services.fleet.doctor.checks.counters import find_moves, format_span, log_command
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Facts
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from services.core.pipe_file.topic_names import output_topic
 from services.core.times import format_time
 from services.core.units import format_count
-from services.fleet.doctor.checks.moves import Moves, find_moves, format_span, log_command
+from services.fleet.doctor.checks.counters import Moves, find_moves, format_span, log_command
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Checkpoint, Facts, Instance, LogLine
 

@@ -17,7 +17,6 @@ from services.core.broker.record import TopicPartition
 from services.core.broker.several.brokers import DEFAULT
 from services.core.control.pauses import list_paused
 from services.core.control.transform_marks import TransformMarks
-from services.core.dead_letter import DeadLetter, Position
 from services.core.event import read_arrival
 from services.core.fleet_broker import open_fleet_broker
 from services.core.pipe_file.existing_topics import existing_topics, target_homes
@@ -36,6 +35,7 @@ from services.core.pipe_file.topic_names import (
     renames_of,
     retry_topic,
 )
+from services.core.undelivered.dead_letter import DeadLetter, Position
 from services.fleet.dead.audit import AuditedActions
 from services.fleet.doctor.collectors.bounds import bounded, describe, in_thread
 from services.fleet.doctor.facts import Facts, Letters

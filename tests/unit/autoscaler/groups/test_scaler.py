@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from services.autoscaler.groups import meter
 from services.autoscaler.groups.drivers.contract import Away, Group, Member, SizeChanged
-from services.autoscaler.groups.observer import ObserverClient, ObserverUnavailable, open_observer
+from services.autoscaler.groups.observer_client import ObserverClient, ObserverUnavailable, open_observer
 from services.autoscaler.groups.policy import GroupRules
 from services.autoscaler.groups.scaler import GroupScaler
 from services.autoscaler.groups.topics import Topics

@@ -9,7 +9,7 @@ from services.core.control.transform_marks import TransformMark
 from services.core.pipe_file.pipes import PipeFile
 from services.core.process.scrape import Sample
 from services.fleet.doctor.checks.broker import find_gone, find_missing_topics, find_throttled
-from services.fleet.doctor.checks.moves import format_span
+from services.fleet.doctor.checks.counters import format_span
 from services.fleet.doctor.diagnosis import Diagnosis
 from services.fleet.doctor.facts import Certificate, Checkpoint, Disk, Endpoint, Facts, FileFault, Letters, LogLine
 from tests.unit.fleet.doctor.fleet_changes import Change, broken, counted

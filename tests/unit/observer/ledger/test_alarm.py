@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from services.autoscaler.groups.observer import OURS
+from services.autoscaler.groups.observer_client import OURS
 from services.core.security.signing import SigningKey, SigningKeys, verify
 from services.observer import alarms, health
 from services.observer.alarms import AlarmQueue, AlarmWebhook, find_alarms, has_doubled, loss_alarm

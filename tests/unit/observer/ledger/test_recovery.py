@@ -13,7 +13,7 @@ from services.core.broker.record import Record
 from services.core.event import ARRIVAL, ID, ORIGIN
 from services.core.ledger.report import Report, due_span, released_span
 from services.core.pipe_file.topic_names import RETRY_IN, delay_topic, retry_topic
-from services.core.retry_state import RetryState, wrap
+from services.core.undelivered.retry_state import RetryState, wrap
 from services.observer import recovery
 from services.observer.explain import explain
 from services.observer.ledger.flow import Flow, PipeFlow, Step

@@ -38,7 +38,7 @@ from services.core.pipe_file.topic_names import (
     removed_lanes,
     retry_topic,
 )
-from services.core.retry_state import PREFIX
+from services.core.undelivered.retry_state import PREFIX
 from services.core.version import VERSION, newer_format
 
 _KEY = b"waiting"

@@ -16,7 +16,7 @@ from services.core.pipe_file.pipes import Destination, PipeFile
 from services.core.pipe_file.snapshot import original_of
 from services.core.pipe_file.topic_names import delivery_group, lane_name, parked_topic, renames_of
 from services.core.times import format_time
-from services.core.waiting import lane_of
+from services.core.undelivered.waiting import lane_of
 from services.fleet.console import make_table
 from services.fleet.dead.view import plain
 from services.fleet.problem import CommandFailed, unknown_name

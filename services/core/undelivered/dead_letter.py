@@ -9,10 +9,10 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from services.core import retry_state
 from services.core.broker.record import Record, TopicPartition
 from services.core.event import MAX_MILLIS_DIGITS, read_id
 from services.core.times import format_time
+from services.core.undelivered import retry_state
 
 PREFIX = "penstock_dead_"
 REASON = PREFIX + "reason"

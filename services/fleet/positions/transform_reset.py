@@ -26,7 +26,7 @@ from services.core.control.transform_marks import Begin, TransformMark, write_tr
 from services.core.folders import sync_folder
 from services.core.pipe_file.state_plan import StatePlan
 from services.core.times import format_time
-from services.fleet.group.offsets import Move, PartitionOffsets, audited, count_events
+from services.fleet.positions.offsets import Move, PartitionOffsets, audited, count_events
 from services.fleet.problem import CommandFailed
 
 _IDENTITY = "penstock.json"

@@ -4,9 +4,9 @@ import re
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
-from services.core.dead_letter import DeadLetter, Position
 from services.core.security.masking import mask_text
 from services.core.times import format_time
+from services.core.undelivered.dead_letter import DeadLetter, Position
 
 OTHER = "other"
 """The reason of all causes that are too rare to be listed."""

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from services.core.broker.record import TopicPartition
-from services.core.dead_letter import Position
 from services.core.pipe_file.pipes import PipeFile, is_retried
 from services.core.pipe_file.topic_names import (
     RETRIER_GROUP,
@@ -14,6 +13,7 @@ from services.core.pipe_file.topic_names import (
     parked_topic,
     retry_topic,
 )
+from services.core.undelivered.dead_letter import Position
 from services.fleet.problem import CommandFailed, unknown_name
 
 

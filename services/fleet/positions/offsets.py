@@ -24,13 +24,13 @@ from services.core.ledger.report import TELEMETRY, pack_offset
 from services.core.ledger.reporter import Reporter, new_instance
 from services.core.pipe_file.pipes import PipeFile
 from services.core.pipe_file.topic_names import RETRY_IN, removed_lanes
-from services.core.retry_state import state_for
 from services.core.takeover_dedup import TAIL_EVENTS, WITHIN_S
-from services.core.waiting import find_takeover, read_bookmark
-from services.fleet.group.buried import Burial, events_of
-from services.fleet.group.lanes import Lane
-from services.fleet.paused import pause_json
+from services.core.undelivered.retry_state import state_for
+from services.core.undelivered.waiting import find_takeover, read_bookmark
+from services.fleet.positions.buried import Burial, events_of
+from services.fleet.positions.lanes import Lane
 from services.fleet.problem import CommandFailed
+from services.fleet.status.paused import pause_json
 
 _REPORT_EVENTS = 100_000
 """Events between two reports of a skip."""

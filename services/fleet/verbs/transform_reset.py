@@ -1,4 +1,4 @@
-"""`penstock group reset PIPE`: says what a reset of the pipe's transform does, asks, and does it (`fleet/transform_reset.py`)."""
+"""`penstock group reset PIPE`: says what `positions/transform_reset.py` does to the pipe's transform, asks, and does it."""
 
 import json
 from datetime import datetime
@@ -16,7 +16,7 @@ from services.fleet.access import opened
 from services.fleet.console import confirm, print_note
 from services.fleet.dead.audit import Auditor, whoami
 from services.fleet.folder import find_checkpoints
-from services.fleet.group.transform_reset import (
+from services.fleet.positions.transform_reset import (
     Former,
     Restart,
     check_former,

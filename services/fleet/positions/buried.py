@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Batch, Record, TopicPartition
-from services.core.dead_letter import make_dead_letter
 from services.core.ledger.report import since_span
 from services.core.ledger.reporter import Reporter, new_instance
 from services.core.pipe_file.topic_names import RETRIER_DEAD, dead_letter_topic
-from services.core.retry_state import BadRetryRecord, RetryState, read_state, unwrap
-from services.fleet.group.lanes import RETRIER, Lane
+from services.core.undelivered.dead_letter import make_dead_letter
+from services.core.undelivered.retry_state import BadRetryRecord, RetryState, read_state, unwrap
+from services.fleet.positions.lanes import RETRIER, Lane
 
 SKIPPED = "skipped"
 """The reason of these dead letters. Their detail is the operator's reason."""
