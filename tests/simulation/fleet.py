@@ -259,7 +259,7 @@ def replace_seams() -> None:
     _put(startup, open_fleet_broker=_open_broker)
     _put(ingest_app, load_pipes=_pipes, raise_file_limit=lambda most: most)
     _put(retrier_app, load_pipes=_pipes)
-    _put(observer_app, load_pipes=_pipes, load_files=dict, _listen=_nothing, _Parts=_Parts)
+    _put(observer_app, load_pipes=_pipes, load_files=lambda _package: {}, _listen=_nothing, _Parts=_Parts)
     _put(expel_app, raise_file_limit=lambda most: most, tune_garbage_collector=lambda: None)
     _put(
         expel_plan,
