@@ -1,4 +1,4 @@
-"""`penstock group reset PIPE`: says what a reset of the pipe's transform does, asks, and does it (`fleet/transform_reset.py`)."""
+"""`penstock group reset PIPE`: says what a reset of the pipe's transform does, asks, and does it (`group/transform_reset.py`)."""
 
 import json
 from datetime import datetime
