@@ -1,8 +1,8 @@
 """When a Kafka topic gets more partitions.
 
 Partitions cannot be removed, so the policy is slow, and it acts only where the stream has `max_partitions`. More partitions map
-keys to other partitions and break their order. So a stream that may have keys (`core.key_marks`) never gets more by itself. Every
-need that is not met is reported, and a person decides (`penstock apply --grow`).
+keys to other partitions and break their order. So a stream that may have keys (`core.control.key_marks`) never gets more by
+itself. Every need that is not met is reported, and a person decides (`penstock apply --grow`).
 """
 
 import asyncio

@@ -15,7 +15,7 @@ LEARN_EVERY_S = 60.0
 """Added partitions are found after so long."""
 SETTLING_S = 60.0
 """A new member has its share of the leases by then."""
-_WITHIN_S = 5.0
+WITHIN_S = 5.0
 
 
 class GroupLag(Protocol):
@@ -62,11 +62,11 @@ class WholeLag:
             return None
         self._asked = now
         try:
-            async with asyncio.timeout(_WITHIN_S):
+            async with asyncio.timeout(WITHIN_S):
                 found = {topic: await self._admin.group_lag(self._group, topic) for topic in missing}
         except TimeoutError as error:
             raise Unavailable(
-                f"group {self._group}: the broker did not report its lag within {_WITHIN_S:g} s"
+                f"group {self._group}: the broker did not report its lag within {WITHIN_S:g} s"
             ) from error
         if not self._partitions:
             self._learned = now

@@ -24,7 +24,7 @@ _VERSION = 1
 TOKEN_FILE = "control.token"  # noqa: S105
 OBSERVER_TOKEN_FILE = "observer.token"  # noqa: S105
 SNAPSHOT = "snapshot"
-"""The folder in the data folder with the configuration of the last start (`core.snapshot`)."""
+"""The folder in the data folder with the configuration of the last start (`core.pipe_file.snapshot`)."""
 TABLES_FOLDER = "tables"
 """In the data folder: the files of the table service. They can be built again from the streams, so no backup has them."""
 

@@ -184,7 +184,7 @@ class Front(asyncio.Protocol):
 
 @asynccontextmanager
 async def serve_reads(app: web.Application, reads: Reads, address: str) -> AsyncIterator[str]:
-    """As `core.listening.serve_app`, with the fast reads in front. Raises OSError."""
+    """As `core.http.listening.serve_app`, with the fast reads in front. Raises OSError."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_WITHIN_S)
     await runner.setup()
     make = runner.server

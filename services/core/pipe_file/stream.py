@@ -56,7 +56,8 @@ class Stream(StrictModel):
     )
     retention: Duration = Field(
         7 * 86400.0,
-        description="How long events are kept. With `compact`: how long an event is kept after a newer one replaced it.",
+        description="How long events are kept. With `compact`: an event that a newer one has replaced may be removed after this "
+        "time.",
         examples=["30d"],
     )
     compact: bool = Field(

@@ -1,0 +1,1 @@
+"""Sends events from files to ingest, for `penstock send` and the demo."""

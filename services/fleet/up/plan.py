@@ -65,7 +65,7 @@ def make_plan(
     has_retrier: bool,
     keys: str | None = None,
 ) -> FleetPlan:
-    """The processes with their arguments. snapshot: the folder of the configuration files that they read (`core.snapshot`).
+    """The processes with their arguments. snapshot: the folder of the configuration that they read (`core.pipe_file.snapshot`).
 
     has_retrier: whether the retrier's topics exist (`Provisioned.has_retrier`). If so it runs, even if the pipe file needs none.
     """
@@ -135,5 +135,5 @@ def _with_port(address: str) -> str:
 
 def _spec(service: str, number: int, module: str, arguments: list[str]) -> ServiceSpec:
     # Spark's workers import our packages, too, from any working directory.
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))
     return ServiceSpec(f"{service}-{number}", service, module, tuple(arguments), {"PYTHONPATH": path})

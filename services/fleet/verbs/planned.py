@@ -65,7 +65,7 @@ def announce(
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
-    """Announce an action that begins now. Until it ends, missing events raise no alarm."""
+    """Announce an action that begins now. Missing events of its minutes raise no alarm."""
     if kind not in KINDS:
         raise CommandFailed(f"{kind[:40]!r} is no kind of action", f"one of: {', '.join(KINDS)}", status=2)
     try:

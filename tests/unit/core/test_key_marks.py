@@ -111,12 +111,12 @@ async def test_a_mark_that_is_not_durable_is_none(
     monkeypatch.setattr("services.core.control.key_marks._ASK_AGAIN_S", 0.0)
     marker = KeyMarker(producer, broker.reader, "ingest")
 
-    async def fail(*_: object) -> None:
+    async def fail(*_: object, **__: object) -> None:
         raise Unavailable("away")
 
     with monkeypatch.context() as away:
         away.setattr(producer, "send_to", fail)
-        away.setattr(broker.reader, "describe", fail)
+        away.setattr(broker.reader, "read", fail)
         await marker.load()
         with pytest.raises(Unavailable):
             await marker.mark("orders")

@@ -1,7 +1,9 @@
 """The processes of a fleet, planned from its settings."""
 
+import os
 from pathlib import Path
 
+import services
 from services.core.http.address import parse_address
 from services.core.pipe_file.pipes import load_pipes
 from services.core.pipe_file.snapshot import read_contents, write_snapshot
@@ -24,6 +26,16 @@ def test_port_0_becomes_one_free_port_for_all(tmp_path: Path) -> None:
     assert ingest_port != observer_port
     arguments = [spec.arguments for spec in plan.services if spec.service == "ingest"]
     assert [given[given.index("--listen") + 1] for given in arguments] == [plan.listen] * 2
+
+
+def test_services_find_our_packages_from_any_folder(tmp_path: Path) -> None:
+    """Broken: services and Spark's workers import another Penstock, or take a module of ours for one of a transform's own."""
+    path = tmp_path / "pipes.yaml"
+    path.write_text("version: 1\nstreams: {s: {}}\npipes: {}\n")
+    write_snapshot(tmp_path / "snapshot", read_contents([path]))
+    plan = make_plan(UpSettings(), load_pipes(path), "log:", None, tmp_path / "snapshot", has_retrier=False)
+    first = {Path(spec.environ["PYTHONPATH"].split(os.pathsep)[0]) for spec in plan.services}
+    assert first == {Path(services.__path__[0]).parent}
 
 
 def test_services_know_whether_there_is_a_registry(tmp_path: Path) -> None:

@@ -11,9 +11,12 @@ from aiokafka.client import AIOKafkaClient
 from aiokafka.protocol.coordination import FindCoordinatorRequest
 from structlog.testing import capture_logs
 
+from services.autoscaler.groups import topics
+from services.core import group_lag
 from services.core.broker.errors import Unavailable
-from services.core.broker.kafka.cluster import Cluster, Timing
+from services.core.broker.kafka.cluster import COORDINATOR_WAIT_S, Cluster, Timing
 from services.core.broker.kafka.protocol import DescribeTopicsRequest, DescribeTopicsResponse
+from services.observer import backlogs
 
 OLD, NEW = UUID(int=1), UUID(int=2)
 
@@ -80,7 +83,8 @@ async def test_nobody_decides_between_two_nodes_that_know_different_topics() -> 
 
 
 async def test_the_coordinator_of_a_new_kafka_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it fails, the first command that asks a new Kafka about a group ends with an error; or it waits for ever."""
+    """If it fails, the first command that asks a new Kafka about a group ends with an error; or it waits for ever; or in an
+    outage of a coordinator `penstock status` waits for each destination."""
     monkeypatch.setattr("services.core.broker.kafka.cluster._COORDINATOR_PAUSE_S", 0.001)
     asked: list[int] = []
 
@@ -94,13 +98,21 @@ async def test_the_coordinator_of_a_new_kafka_is_waited_for(monkeypatch: pytest.
             return SimpleNamespace(error_code=15 if len(asked) <= self.ready_after else 0, coordinator_id=1)
 
     nodes = NewKafka({1: None})
-    assert await make_cluster(nodes).ask_coordinator("g", object()) == "answer"
+    cluster = make_cluster(nodes)
+    assert await cluster.ask_coordinator("g", object()) == "answer"
     assert len(asked) == 4
     nodes.ready_after = 1_000_000
-    cluster = make_cluster(nodes)
-    cluster.timing = Timing(request=0.05)
+    new = make_cluster(nodes)
+    new.timing = Timing(request=0.05)
     with pytest.raises(Unavailable, match="find the coordinator of group g"):
-        await cluster.ask_coordinator("g", object())
+        await new.ask_coordinator("g", object())
+    for known in (cluster, new):
+        asked.clear()
+        with pytest.raises(Unavailable, match="find the coordinator of group g"):
+            await known.ask_coordinator("g", object())
+        assert len(asked) == 1
+    limits = group_lag.WITHIN_S, backlogs.WITHIN_S, topics.WITHIN_S
+    assert min(limits) > COORDINATOR_WAIT_S, "who waits for a lag gives up first, and never learns the reason"
 
 
 async def test_a_task_of_aiokafka_that_has_ended_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

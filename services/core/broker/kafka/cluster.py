@@ -1,4 +1,4 @@
-"""Requests to a Kafka cluster: to a node, any node, or a group's coordinator. Never retries, never creates a topic."""
+"""Requests to a Kafka cluster: to a node, any node, or a group's coordinator. Repeats none but the search for a coordinator."""
 
 import asyncio
 import random
@@ -47,6 +47,8 @@ class Timing:
 _CLOSE_SECONDS = 5.0
 _METADATA_PAUSE = 0.05
 _COORDINATOR_PAUSE_S = 0.2
+COORDINATOR_WAIT_S = 4.0
+"""Less than callers wait for a lag: else they would end without the reason, when a group has no coordinator for long."""
 _SELDOM = 300.0
 _ASKED = 3
 _OPINION_S = 1.0
@@ -97,6 +99,8 @@ class Cluster:
         self._tracked: set[str] = set()
         self._ended = 0
         """How often the task ended that renews the client's metadata."""
+        self._is_new = True
+        """Whether Kafka may not have made its topic of groups yet."""
 
     async def client(self) -> AIOKafkaClient:
         """The connected client. Raises Unavailable, BrokerClosed."""
@@ -195,14 +199,15 @@ class Cluster:
         """One request to the group's coordinator. Raises Unavailable.
 
         A new Kafka makes its topic of groups when it is first asked for a coordinator. Until then none is available, so it is
-        asked again, for as long as one request may take.
+        asked again, for COORDINATOR_WAIT_S at most. Later only an outage leaves a group without one, which nobody waits for.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.timing.request
+        deadline = loop.time() + (min(self.timing.request, COORDINATOR_WAIT_S) if self._is_new else 0.0)
         found = await self.ask_any(FindCoordinatorRequest(group, 0))
         while found.error_code == COORDINATOR_NOT_AVAILABLE and loop.time() < deadline:
             await asyncio.sleep(_COORDINATOR_PAUSE_S)
             found = await self.ask_any(FindCoordinatorRequest(group, 0))
+        self._is_new = False
         raise_for(found.error_code, f"find the coordinator of group {group}", f"Describe on group {group}")
         return await self.ask(found.coordinator_id, request)
 
