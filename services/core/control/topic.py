@@ -38,8 +38,15 @@ class ControlTopic:
         self._reader, self._kind, self._next = reader, kind, 0
 
     async def read_new(self) -> AsyncIterator[tuple[int, str, Record]]:
-        """Offset, name and record of those behind the last one, to the end of the topic. Raises BrokerError kinds."""
+        """Offset, name and record of those behind the last one, to the end of the topic. Raises BrokerError kinds.
+
+        Damaged records, which Kafka passes over, are counted and logged: nobody knows of which kind they were.
+        """
         while (batch := await self._read()) is not None:
+            if batch.damage is not None:
+                first, last, detail = batch.damage
+                metrics.NOT_UNDERSTOOD.labels(self._kind, "unreadable").inc(last - first + 1)
+                log.error("control_records_damaged", topic=CONTROL, first=first, last=last, error=detail)
             for offset, record in zip(batch.offsets, batch.records, strict=True):
                 kind, _, name = (record.key or b"").decode(errors="replace").partition(":")
                 if kind == self._kind:

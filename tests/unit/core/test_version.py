@@ -3,11 +3,13 @@
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from unittest.mock import AsyncMock
 from zlib import crc32
 
 import msgspec
 import pytest
 from pyroaring import BitMap
+from structlog.testing import capture_logs
 
 from services.core import metrics
 from services.core.audit import Entry, decode_entry
@@ -16,7 +18,7 @@ from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.errors import BrokerError, NewerFormat
 from services.core.broker.log.high_water_marks import HighWaterMarks
 from services.core.broker.producer import Producer
-from services.core.broker.record import Record
+from services.core.broker.record import Batch, Damage, Record
 from services.core.control.freezes import Freeze, Freezes
 from services.core.control.homes import Homes, MigrationStep
 from services.core.control.pauses import Pause, Pauses
@@ -136,6 +138,21 @@ async def test_a_newer_change_is_not_applied(
         ).raise_first()
         assert await holds(broker)
     assert (counted(kind, "version"), counted(kind, "unreadable")) == (before[0] + 1, before[1] + 1)
+
+
+async def test_damaged_changes_are_counted() -> None:
+    """Broken: a pause or a home vanishes with damaged records of Kafka, and nothing says so."""
+    pages = [
+        Batch(CONTROL, 0, [4], [Record(None, b"raw", 3)], Damage(2, 4, "checksum")),
+        Batch(CONTROL, 0, [5], [Record(b"pause:n", msgspec.json.encode(Pause("paused", "operator", "ann", 1)), 3)]),
+        None,
+    ]
+    pauses, before = Pauses(AsyncMock(read=AsyncMock(side_effect=pages))), counted("pause", "unreadable")
+    with capture_logs() as logs:
+        await pauses.refresh()
+    assert counted("pause", "unreadable") == before + 3
+    assert [(line["event"], line["first"], line["last"]) for line in logs] == [("control_records_damaged", 2, 4)]
+    assert "n" in pauses.paused()
 
 
 async def test_a_newer_bookmark_is_refused(tmp_path: Path) -> None:
