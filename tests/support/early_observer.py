@@ -3,6 +3,9 @@
 `python -m tests.support.early_observer`, with the arguments of `python -m services.observer`. Start it when all is done.
 """
 
+import tests.upgrade.former_names  # noqa: F401  # it runs under the last release, too
+
+# isort: split
 import os
 import sys
 import time

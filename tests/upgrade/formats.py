@@ -1,9 +1,12 @@
 """Writes one of each record and file that outlives a process, or reads them: python -P formats.py write|read FOLDER
 
 It runs under the last released version and under this one, and prints as JSON what the readers of its version found. So it uses
-only names that both have.
+only names that both have, or that `former_names` knows.
 """
 
+import tests.upgrade.former_names  # noqa: F401  # before the modules that it names
+
+# isort: split
 import asyncio
 import json
 import sys
