@@ -16,28 +16,74 @@ from services.fleet.doctor.diagnosis import Check
 
 _PROCESSES = ("processes-dead", "processes-hung", "crash-loops", "processes-not-ready", "processes-restarted")
 _FLOW = (
-    "ingest-refuses", "reports-not-stored", "lanes-down", "pipe-unserved", "retrier-down", "retrier-stuck",
-    "transform-down", "transform-stuck", "transform-fails", "table-behind", "stalled", "retention",
-)  # fmt: skip
+    "ingest-refuses",
+    "reports-not-stored",
+    "lanes-down",
+    "pipe-unserved",
+    "retrier-down",
+    "retrier-stuck",
+    "transform-down",
+    "transform-stuck",
+    "transform-fails",
+    "table-behind",
+    "stalled",
+    "retention",
+)
 _JUDGED = ("observer-away", "nobody-speaks", "letters-unread", "minutes-open", "loss")
 _SENT = ("tokens-refused", "every-receiver", "receivers-fail")
 _ALL = frozenset((*_PROCESSES, *_FLOW, *_JUDGED, *_SENT, "topics-missing"))
 """Not dead letters: events of a fleet or a broker that does not work wait, and none of them is given up."""
-_OF_RECEIVER = frozenset((
-    *_SENT, "dead-letters", "stalled", "retention", "processes-not-ready", "lanes-down", "retrier-down", "minutes-open",
-))  # fmt: skip
-_OF_TRANSFORM = frozenset((
-    "transform-poison", "transform-down", "transform-stuck", "transform-fails", "processes-not-ready", "crash-loops",
-    "stalled", "loss", "retention", "minutes-open",
-))  # fmt: skip
-_OF_QUOTA = frozenset((
-    "ingest-refuses", "stalled", "processes-not-ready", "lanes-down", "reports-not-stored", "retention", "retrier-down",
-    "retrier-stuck", *_JUDGED[:-1],
-))  # fmt: skip
-_OF_CLOCK = frozenset((
-    "login-expired", "certificate-expired", "token-expired", "loss", "retention", "retrier-stuck", "minutes-open",
-    "autoscaler-away",
-))  # fmt: skip
+_OF_RECEIVER = frozenset(
+    (
+        *_SENT,
+        "dead-letters",
+        "stalled",
+        "retention",
+        "processes-not-ready",
+        "lanes-down",
+        "retrier-down",
+        "minutes-open",
+    )
+)
+_OF_TRANSFORM = frozenset(
+    (
+        "transform-poison",
+        "transform-down",
+        "transform-stuck",
+        "transform-fails",
+        "processes-not-ready",
+        "crash-loops",
+        "stalled",
+        "loss",
+        "retention",
+        "minutes-open",
+    )
+)
+_OF_QUOTA = frozenset(
+    (
+        "ingest-refuses",
+        "stalled",
+        "processes-not-ready",
+        "lanes-down",
+        "reports-not-stored",
+        "retention",
+        "retrier-down",
+        "retrier-stuck",
+        *_JUDGED[:-1],
+    )
+)
+_OF_CLOCK = frozenset(
+    (
+        "login-expired",
+        "certificate-expired",
+        "token-expired",
+        "loss",
+        "retention",
+        "retrier-stuck",
+        "minutes-open",
+        "autoscaler-away",
+    )
+)
 _OF_PROCESS = frozenset((*_FLOW, *_JUDGED, *_PROCESSES, *_SENT, "secrets", "autoscaler-away", "instances-missing"))
 
 CHECKS = (
