@@ -12,6 +12,7 @@ from urllib.parse import quote
 import aiohttp
 import typer
 import uvloop
+from rich.table import Table
 from rich.text import Text
 
 from services.core.avro.compatibility import Level
@@ -178,14 +179,7 @@ def list_subjects(
     if as_json:
         typer.echo(json.dumps(answer))
         return
-    columns = ("subject", "version", "id", "type", "level", "streams", "pipes")
-    table = make_table(*columns, right=["version", "id"], text=["streams", "pipes"])
-    for one in answer["subjects"]:
-        latest = one["latest"]
-        level = one["level"] + ("" if one["own_level"] else " (default)")
-        cells = (one["subject"], str(latest["version"]), str(latest["id"]), latest["name"], level)
-        table.add_row(*cells, ", ".join(one["streams"]), ", ".join(one["pipes"]))
-    OUT.print(table)
+    OUT.print(subject_table(answer["subjects"]))
     print_note(f"{format_count(len(answer['subjects']), 'subject')}; the default level is {answer['level']}", "dim")
 
 
@@ -211,14 +205,31 @@ def show(
     if as_json:
         typer.echo(json.dumps(answer))
         return
+    OUT.print(version_table(answer["versions"]))
+    print_note(f"level {answer['level']}, mode {answer['mode']}", "dim")
+
+
+def subject_table(subjects: Sequence[dict[str, Any]]) -> Table:
+    """The subjects of `GET /v1/subjects`."""
+    columns = ("subject", "version", "id", "type", "level", "streams", "pipes")
+    table = make_table(*columns, right=["version", "id"], text=["streams", "pipes"])
+    for one in subjects:
+        latest = one["latest"]
+        level = one["level"] + ("" if one["own_level"] else " (default)")
+        cells = (one["subject"], str(latest["version"]), str(latest["id"]), latest["name"], level)
+        table.add_row(*cells, ", ".join(one["streams"]), ", ".join(one["pipes"]))
+    return table
+
+
+def version_table(versions: Sequence[dict[str, Any]]) -> Table:
+    """The versions of `GET /v1/subjects/{subject}`."""
     columns = ("version", "id", "fingerprint", "type", "registered", "by", "deprecated")
     table = make_table(*columns, right=["version", "id"], text=["deprecated"], below=["fingerprint"])
-    for one in answer["versions"]:
+    for one in versions:
         note = Text(plain(one["note"] or "yes") if one["deprecated"] else "", style="yellow")
         cells = (str(one["version"]), str(one["id"]), one["fingerprint"], one["name"], one["registered"], one["by"])
         table.add_row(*cells, note)
-    OUT.print(table)
-    print_note(f"level {answer['level']}, mode {answer['mode']}", "dim")
+    return table
 
 
 def print_differences(differences: Sequence[dict[str, Any]]) -> None:

@@ -33,6 +33,7 @@ from services.fleet.verbs.keys import key_table
 from services.fleet.verbs.loss import missing_table
 from services.fleet.verbs.planned import planned_table
 from services.fleet.verbs.scaling import Known, group_table
+from services.fleet.verbs.schemas import subject_table, version_table
 from services.fleet.verbs.trial import trial_tables
 
 
@@ -291,9 +292,23 @@ def backup(names: Names) -> Shown:
     return Shown(topic_table(topics), [f"{names.pipe}.parked", "246,913,578", "123,456,788", "highest offset"])
 
 
+def subjects(names: Names) -> Shown:
+    latest = {"version": 12, "id": 345, "name": f"com.shop.{names.pipe}"}
+    one: dict[str, Any] = {"subject": f"{names.stream}-value", "latest": latest, "level": "FULL_TRANSITIVE"}
+    one |= {"own_level": False, "streams": [names.stream], "pipes": [names.pipe]}
+    kept = [f"{names.stream}-value", f"com.shop.{names.pipe}", names.stream, names.pipe, "FULL_TRANSITIVE", "345"]
+    return Shown(subject_table([one]), kept)
+
+
+def versions(names: Names) -> Shown:
+    one: dict[str, Any] = {"version": 12, "id": 345, "fingerprint": "0f" * 32, "name": f"com.shop.{names.pipe}"}
+    one |= {"registered": "2026-11-21T08:05:00.000Z", "by": "deploys", "deprecated": True, "note": WORDS}
+    return Shown(version_table([one]), ["0f" * 32, f"com.shop.{names.pipe}", "345", *WORDS.split()])
+
+
 TABLES = (
     *(dead_letters, causes, destinations, loss, outcomes, missing, offsets, keys, cost, status, tried, demo, chaos),
-    *(planned, scaling, backup),
+    *(planned, scaling, backup, subjects, versions),
 )
 
 
