@@ -18,8 +18,8 @@ from services.core.metrics import (
     TRANSFORM_UP,
     TRANSFORM_WRITTEN,
 )
+from spark.batch_report import NODE, BatchReport
 from spark.brokers.contract import Measurement
-from spark.reports import NODE, BatchReport
 
 MAX_FAILURES = 5
 """A pipe with this number of failures, and no stored batch between them, counts as broken."""

@@ -15,7 +15,7 @@ from services.core.lag import LagHistogram
 from services.core.ledger.minute import MINUTE_MS
 from services.core.ledger.report import TELEMETRY, LagSet, OriginSet, Report, SparkFigures
 from services.core.ledger.reporter import HEARTBEAT_S, LAGS_EVERY_S, LagTap, cut, join_lags, new_instance
-from spark.reports import NODE, BatchReport
+from spark.batch_report import NODE, BatchReport
 
 log = structlog.get_logger()
 

@@ -23,7 +23,7 @@ from services.core.process.lifecycle import Supervision, wait_for_stop
 from services.core.process.management import serve_management
 from services.core.process.startup import open_when_reachable
 from services.core.security.bearer import Tokens, read_tokens
-from services.core.security.rights import rights_of
+from services.core.security.service_rights import rights_of
 from spark.brokers.contract import SparkBroker, open_spark_broker
 from spark.errors import shorten
 from spark.executor_group import ExecutorGroup

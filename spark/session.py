@@ -45,7 +45,7 @@ _SETTINGS = {
     "spark.sql.ansi.enabled": "true",  # a value that does not fit is an error, never a silent null
     "spark.sql.caseSensitive": "false",
     "spark.sql.variant.allowDuplicateKeys": "true",  # the last one counts, as in the rules of topics of others elsewhere
-    "spark.sql.adaptive.enabled": "false",  # plans a batch again while it runs: too expensive for small ones
+    "spark.sql.adaptive.enabled": "false",  # plans a batch again while it runs: 7 to 9 % dearer (bench/README.md)
     "spark.sql.optimizer.enableJsonExpressionOptimization": "false",  # would parse fewer columns and miss a bad one
     "spark.sql.optimizer.excludedRules": ",".join(KEEP_COUNTING),
     "spark.sql.execution.arrow.pyspark.enabled": "true",

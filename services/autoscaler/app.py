@@ -23,7 +23,7 @@ from services.core.pipe_file.topic_names import event_topics
 from services.core.process.lifecycle import Supervision
 from services.core.process.management import serve_management
 from services.core.process.startup import Readiness, open_when_reachable
-from services.core.security.rights import rights_of
+from services.core.security.service_rights import rights_of
 from services.core.yaml_source import BadConfiguration, Problem
 
 log = structlog.get_logger()

@@ -49,7 +49,7 @@ from services.core.security.credentials import (
 from services.core.security.expiry import show_secret
 from services.core.security.file_watch import FileWatch
 from services.core.security.oauth import GRANTED, MAX_TOKEN_RESPONSE, OAuthClient
-from services.core.security.rights import rights_of
+from services.core.security.service_rights import rights_of
 from services.core.security.signing import KEY, SigningKeys, watch_secret
 from services.core.undelivered.waiting import take_over_positions
 from services.core.yaml_source import BadConfiguration, Problem

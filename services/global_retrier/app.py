@@ -16,7 +16,7 @@ from services.core.process.lifecycle import Supervision
 from services.core.process.management import serve_management
 from services.core.process.progress import ProgressWatch
 from services.core.process.startup import Readiness, open_when_reachable
-from services.core.security.rights import rights_of
+from services.core.security.service_rights import rights_of
 from services.core.yaml_source import BadConfiguration
 from services.global_retrier.delay_queue import DELAY_BY_TOPIC, SteadyClock
 from services.global_retrier.metrics import RetrierLedger

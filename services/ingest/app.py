@@ -20,7 +20,7 @@ from services.core.process.lifecycle import Supervision
 from services.core.process.management import serve_management
 from services.core.process.startup import Readiness, open_when_reachable, raise_file_limit
 from services.core.security.key_watch import watch_keys
-from services.core.security.rights import rights_of
+from services.core.security.service_rights import rights_of
 from services.ingest.access import Access
 from services.ingest.endpoint import Endpoint
 from services.ingest.http_server import HttpServer, Timeouts

@@ -27,7 +27,7 @@ from services.core.process.progress import ProgressWatch, Turns, WatchedReader
 from services.core.process.progress import Step as Work
 from services.core.process.startup import Readiness, open_when_reachable
 from services.core.security.bearer import Tokens, read_tokens, watch_tokens
-from services.core.security.rights import rights_of
+from services.core.security.service_rights import rights_of
 from services.core.security.signing import BadSecret, SigningKeys, watch_secret
 from services.core.yaml_source import BadConfiguration, Problem
 from services.observer.alarms import AlarmWebhook

@@ -16,7 +16,7 @@ from services.core.process.management import serve_management
 from services.core.process.progress import ProgressWatch
 from services.core.process.startup import Readiness, open_when_reachable, raise_file_limit
 from services.core.security.key_watch import watch_keys
-from services.core.security.rights import rights_of
+from services.core.security.service_rights import rights_of
 from services.core.yaml_source import BadConfiguration, Problem
 from services.table.access import Access
 from services.table.api import Api

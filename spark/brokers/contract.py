@@ -18,8 +18,7 @@ from services.core.broker.record import Record
 from services.core.ledger.age import Age
 from services.core.pipe_file.pipes import PipeFile
 from services.core.yaml_source import BadConfiguration, Problem
-from spark.records import NO_BEGINS, Begins, OffsetRange, Offsets, cut_evenly, from_arrow
-from spark.reports import (
+from spark.batch_report import (
     NO_ORIGINS,
     ORIGINS,
     Gathered,
@@ -33,6 +32,7 @@ from spark.reports import (
     read_observed,
     read_origins,
 )
+from spark.records import NO_BEGINS, Begins, OffsetRange, Offsets, cut_evenly, from_arrow
 from spark.sources.offsets import offsets_of, pack_offsets
 from spark.sources.source import NAME
 from spark.sources.writer import BY_TIME

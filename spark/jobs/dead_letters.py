@@ -16,10 +16,10 @@ from services.core.pipe_file.topic_names import dead_letter_topic
 from services.core.times import format_time
 from services.core.undelivered.causes import normalise
 from services.core.undelivered.dead_letter import MAX_DETAIL, make_dead_letter
+from spark.batch_report import NODE, BatchReport, Origins, add_outcome, origins_of, union
 from spark.brokers.contract import BatchName, TooMuch, is_too_much
 from spark.jobs.query import Query
 from spark.records import OffsetRange, RecordOffset, from_arrow
-from spark.reports import NODE, BatchReport, Origins, add_outcome, origins_of, union
 from spark.transforms.preparation import Prepared, of_stream
 from spark.transforms.view import FAILED_CHECK, SCHEMA_MISMATCH, TIME
 

@@ -14,6 +14,7 @@ from services.core.broker.errors import BrokerError
 from services.core.control.pauses import Pause
 from services.core.ledger.report import TELEMETRY, SparkFigures
 from services.core.metrics import TRANSFORM_MODE
+from spark.batch_report import BatchReport
 from spark.brokers.contract import BacklogMeter, Measurement, SparkBroker
 from spark.errors import is_of_broker, java_causes, shorten
 from spark.figures import QueryFigures
@@ -39,7 +40,6 @@ from spark.jobs.state_store import checkpoint_version
 from spark.jobs.streaming_plan import StreamingPlanQuery
 from spark.marks import Marks
 from spark.reporter import PipeReporter
-from spark.reports import BatchReport
 from spark.session import own_session
 from spark.tables import unread_tables
 from spark.transforms.preparation import Prepared

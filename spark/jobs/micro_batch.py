@@ -15,6 +15,24 @@ from pyspark.sql import DataFrame, Observation
 from pyspark.sql import functions as f
 
 from services.core.pipe_file.topic_names import output_topic
+from spark.batch_report import (
+    NO_ORIGINS,
+    ORIGINS,
+    BatchReport,
+    Gathered,
+    Origins,
+    add_accepted,
+    add_outcome,
+    add_settled,
+    age,
+    collect_origins,
+    count_by_lag,
+    gather_origins,
+    read_lags,
+    read_observed,
+    read_origins,
+    without,
+)
 from spark.brokers.contract import BatchName, TooMuch, WantedOrigins, is_too_much, limit_rows
 from spark.errors import is_of_broker, is_of_spark, shorten
 from spark.health import PART
@@ -46,24 +64,6 @@ from spark.jobs.moved_sources import fit_offsets, without_removed
 from spark.jobs.query import BatchHandler, MicroBatchQuery, Query
 from spark.jobs.state_store import state_store
 from spark.records import OffsetRange, RecordOffset
-from spark.reports import (
-    NO_ORIGINS,
-    ORIGINS,
-    BatchReport,
-    Gathered,
-    Origins,
-    add_accepted,
-    add_outcome,
-    add_settled,
-    age,
-    collect_origins,
-    count_by_lag,
-    gather_origins,
-    read_lags,
-    read_observed,
-    read_origins,
-    without,
-)
 from spark.transforms.output import OriginNumbering, number_batch
 from spark.transforms.preparation import of_stream
 from spark.transforms.view import FAILED_CHECK, TIME, drop_duplicates

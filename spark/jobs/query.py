@@ -13,6 +13,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
+from spark.batch_report import BatchReport
 from spark.brokers.contract import SparkBroker
 from spark.figures import QueryFigures
 from spark.health import ANSWER, PART, PLANNING, Watchdog
@@ -20,7 +21,6 @@ from spark.jobs.attempts import Attempts, Stopping
 from spark.jobs.checkpoint import Checkpoint
 from spark.jobs.culprits import Part, to_ranges, try_transform
 from spark.records import RAW, OffsetRange, Offsets, RecordOffset, offset_text
-from spark.reports import BatchReport
 from spark.transforms.preparation import Prepared
 
 log = structlog.get_logger()

@@ -11,6 +11,7 @@ from functools import reduce
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
 
+from spark.batch_report import BatchReport, Origins, add_outcome, collect_origins, union, without
 from spark.brokers.contract import SparkBroker
 from spark.jobs.attempts import MAX_ENDED, PartName, PartRunner
 from spark.jobs.checkpoint import Checkpoint
@@ -40,7 +41,6 @@ from spark.jobs.dead_letters import (
 from spark.jobs.open_batches import REJECTED_FILE, REPORTED_FILE, UpTo, of_last_run, read_up_to, write_up_to
 from spark.jobs.query import Query
 from spark.records import RAW_NAMES, OffsetRange, Offsets, RecordOffset
-from spark.reports import BatchReport, Origins, add_outcome, collect_origins, union, without
 from spark.transforms.preparation import Prepared, of_stream
 from spark.transforms.view import TIME
 

@@ -17,6 +17,22 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from services.core.ledger.minute import MINUTE_MS
 from services.core.pipe_file.topic_names import output_topic
+from spark.batch_report import (
+    NO_ORIGINS,
+    ORIGINS,
+    BatchReport,
+    NothingObserved,
+    add_settled,
+    age,
+    began,
+    clock_now,
+    count_by_lag,
+    count_by_minute,
+    gather_origins,
+    read_lags,
+    read_minutes,
+    read_origins,
+)
 from spark.errors import is_of_broker, is_of_spark, shorten
 from spark.java import progress_since
 from spark.jobs.attempts import Stopping
@@ -34,22 +50,6 @@ from spark.jobs.replay import (
     reject_process_killers,
 )
 from spark.jobs.state_store import state_store
-from spark.reports import (
-    NO_ORIGINS,
-    ORIGINS,
-    BatchReport,
-    NothingObserved,
-    add_settled,
-    age,
-    began,
-    clock_now,
-    count_by_lag,
-    count_by_minute,
-    gather_origins,
-    read_lags,
-    read_minutes,
-    read_origins,
-)
 from spark.transforms.view import FAILED_CHECK, READ_AT, TIME
 
 log = structlog.get_logger()

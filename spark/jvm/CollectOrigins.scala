@@ -24,7 +24,7 @@ import org.roaringbitmap.RoaringBitmap
   *
   * The text `malformed valid set set …`, without the sets only numbers of rows. A set is
   * `incarnation:partition:minute:numbers`; the minute may be empty, and the numbers are a portable roaring bitmap in Base64.
-  * Rows without such a header are counted nowhere here. `spark/reports.py` reads the text.
+  * Rows without such a header are counted nowhere here. `spark/batch_report.py` reads the text.
   *
   * So a task sends the driver a few bytes for a dense run of numbers, however many rows it has.
   */

@@ -13,7 +13,7 @@ import org.apache.spark.unsafe.types.UTF8String
 
 /** `penstock_lags(lag)`: the number of rows by logarithmic step of a lag in ms, as the text `step:rows step:rows …`.
   *
-  * `spark/reports.py` has the other direction. Rows without a lag are not counted. Exact, whatever the lags: there are 17,500
+  * `spark/batch_report.py` has the other direction. Rows without a lag are not counted. Exact, whatever the lags: there are 17,500
   * steps between the shortest and the longest BIGINT.
   */
 case class CountByLag(child: Expression, mutableAggBufferOffset: Int = 0, inputAggBufferOffset: Int = 0)
@@ -82,7 +82,7 @@ class LagCounts {
 
 object LagCounts {
 
-  /** As in `spark/reports.py`. */
+  /** As in `spark/batch_report.py`. */
   private val Steps = 200
   private val Small = 1024
 

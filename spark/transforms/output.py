@@ -28,7 +28,7 @@ from pyspark.sql.types import (
 from services.core import event as names
 from services.core.ledger.report import MAX_NUMBER
 from spark.records import EVENT, EVENT_TYPE, HEADERS, READ, STAMPED_EVENT_TYPE, VALUE
-from spark.transforms.outputs import OutputFilters
+from spark.transforms.output_filters import OutputFilters
 from spark.transforms.view import READ_AT
 
 _ROWS = 1 << 20

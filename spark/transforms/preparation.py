@@ -30,7 +30,7 @@ from spark.transforms.analysis import (
 )
 from spark.transforms.definition import Definition, load_definition
 from spark.transforms.output import BadTransform, OriginNumbering, OutShape
-from spark.transforms.outputs import OutputFilters
+from spark.transforms.output_filters import OutputFilters
 from spark.transforms.plan_tree import walk
 from spark.transforms.state_plan import describe_state
 from spark.transforms.user_state import check_user_states, user_states

@@ -21,8 +21,8 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.broker.rights import Right, RightsReader, require_rights
 from services.core.pipe_file.existing_topics import existing_topics
 from services.core.pipe_file.pipes import load_pipes
-from services.core.security.rights import Service as User
-from services.core.security.rights import rights_of, show_rights
+from services.core.security.service_rights import Service as User
+from services.core.security.service_rights import rights_of, show_rights
 from tests.faults.fleet import Service
 from tests.integration.fleet_process import DEADLINE, REPOSITORY, Desk
 from tests.support.kafka import unique_name

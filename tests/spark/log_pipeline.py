@@ -22,6 +22,7 @@ from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
 from services.core.event import ARRIVAL, ID, ORIGIN
 from services.core.ledger.report import TELEMETRY, Outcome, Report, decode_report, unpack_numbers
+from spark.batch_report import BatchReport
 from spark.brokers.contract import Backlog
 from spark.brokers.log import LogSparkBroker
 from spark.health import QueryState, Watchdog
@@ -31,7 +32,6 @@ from spark.jobs.job import Job
 from spark.jobs.query import Query
 from spark.jobs.restart import find_begins
 from spark.jobs.start_checks import adopt_checkpoint
-from spark.reports import BatchReport
 from spark.session import own_session
 from spark.settings import SelectedPipes, TransformSettings, load_pipes
 from spark.transforms.preparation import Prepared, prepare_pipes

@@ -10,12 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from spark.batch_report import BatchReport
 from spark.brokers.contract import TooMuch
 from spark.jobs.dead_letters import _collect
 from spark.jobs.open_batches import REJECTED_FILE, read_up_to
 from spark.jobs.replay import BadRecords
 from spark.records import OffsetRange, Offsets, cut_evenly
-from spark.reports import BatchReport
 
 PLACE, OTHER = ("s", 0), ("s", 1)
 """A batch that ends at n in the one ends at n // 3 in the other."""

@@ -11,10 +11,10 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import StructType
 
 from services.core import event as names
+from spark.batch_report import age, began, count_by_lag
 from spark.brokers.kafka import for_sink, restored_time
 from spark.java import jvm
 from spark.records import RAW
-from spark.reports import age, began, count_by_lag
 from spark.transforms.output import OutShape
 from spark.transforms.view import SourceView
 

@@ -10,6 +10,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql.streaming.query import StreamingQuery
 
 from services.core.process.management import serve_management
+from spark.batch_report import BatchReport
 from spark.brokers.contract import Measurement
 from spark.health import (
     ANSWER,
@@ -24,7 +25,6 @@ from spark.health import (
     Watchdog,
 )
 from spark.jobs.query import ANSWER_S, BatchHandler, MicroBatchQuery, wait_for_end
-from spark.reports import BatchReport
 
 
 def test_ready_when_every_query_has_worked() -> None:

@@ -11,7 +11,7 @@ from pyspark.sql import functions as f
 from services.core.broker.record import Record
 from services.core.event import ID
 from services.core.lag import LagHistogram, nearest_rank
-from spark.reports import count_by_lag, count_by_minute, read_lags, read_minutes
+from spark.batch_report import count_by_lag, count_by_minute, read_lags, read_minutes
 from tests.spark.log_pipeline import LogPipeline
 
 SHARES = (0.5, 0.95, 0.99)

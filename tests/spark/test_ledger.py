@@ -11,10 +11,10 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.record import Record
 from services.core.event import ARRIVAL, ID, ORIGIN, Origin
 from services.core.ledger.report import unpack_numbers
+from spark.batch_report import BatchReport
 from spark.brokers.contract import BatchName, Written
 from spark.brokers.log import LogSparkBroker
 from spark.reporter import PipeReporter
-from spark.reports import BatchReport
 from tests.spark.log_pipeline import LogPipeline, event, numbers, wait_for
 
 COLUMNS = "delay INT"

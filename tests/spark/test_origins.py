@@ -11,8 +11,8 @@ from pyspark.sql import functions as f
 from services.core.broker.record import Batch, Record
 from services.core.event import ORIGIN
 from services.core.ledger.minute import MINUTE_MS
+from spark.batch_report import Gathered, gather_origins, minute_at, origins_of, read_origins
 from spark.records import RAW, RAW_SCHEMA, to_arrow
-from spark.reports import Gathered, gather_origins, minute_at, origins_of, read_origins
 
 ARRIVAL = 1_700_000_000_000
 _PIECES = (

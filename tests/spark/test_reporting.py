@@ -12,9 +12,9 @@ from services.core.broker.record import Record
 from services.core.event import ORIGIN
 from services.core.ledger.report import Report, decode_report, unpack_numbers
 from services.core.ledger.reporter import HEARTBEAT_S
+from spark.batch_report import BatchLags, BatchReport, Gathered, add_accepted, add_settled, origins_of, union, without
 from spark.records import OffsetRange, cut_evenly
 from spark.reporter import PipeReporter
-from spark.reports import BatchLags, BatchReport, Gathered, add_accepted, add_settled, origins_of, union, without
 from spark.transforms.output import number_batch
 from tests.support.clock import Clock
 

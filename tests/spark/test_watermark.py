@@ -20,6 +20,7 @@ from services.core.times import format_time
 from services.core.undelivered import dead_letter
 from services.core.undelivered.causes import normalise
 from services.core.yaml_source import BadConfiguration
+from spark.batch_report import BatchReport, Origins
 from spark.brokers.log import LogSparkBroker
 from spark.jobs.attempts import Attempts, Stopping
 from spark.jobs.checkpoint import CheckpointDamaged
@@ -29,7 +30,6 @@ from spark.jobs.query import Query
 from spark.jobs.replay import SKIPPED_FILE, read_skipped, reject_culprits, reject_process_killers
 from spark.jobs.start_checks import check_suitability
 from spark.records import RecordOffset
-from spark.reports import BatchReport, Origins
 from spark.settings import TransformSettings
 from tests.spark.log_pipeline import NOW, LogPipeline, event, wait_for
 

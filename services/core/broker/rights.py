@@ -1,7 +1,7 @@
 """What the user of a service may do on a broker that knows rights: a Kafka with an authorizer.
 
-Each service compares what it needs (`services.core.security.rights`) with what it has before it begins. So a missing right is
-named at the start, not when an event needs it. Rights to a topic that does not exist yet are named when they are needed.
+Before it begins, each service compares what it needs (`services.core.security.service_rights`) with what it has. So a missing
+right is named at the start, not when an event needs it. Rights to a topic that does not exist yet are named when they are needed.
 """
 
 from collections.abc import Collection, Sequence
