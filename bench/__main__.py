@@ -23,7 +23,7 @@ from bench.ledger import ledger_figures
 from bench.ledger_transform import kafka_transform
 from bench.local_retries import local_retries
 from bench.main_path import ingest_figures
-from bench.memory import kafka_memory, log_memory
+from bench.memory import kafka_memory, log_memory, long_backlog
 from bench.registry import registry_figures
 from bench.setup import SERVER_JAVA, Setup, tell
 from bench.tls import tls_figures
@@ -46,6 +46,7 @@ GROUPS: dict[str, Callable[[Setup], list[Figure]]] = {
     "lag-log": log_lag,
     "memory-log": log_memory,
     "memory-kafka": kafka_memory,
+    "memory-long": long_backlog,
     "registry": registry_figures,
     "tls": tls_figures,
 }

@@ -1,4 +1,5 @@
-"""Resident memory of each service with a backlog of a million events and a receiver that hangs, then answers again."""
+"""Resident memory: of each service with a backlog of a million events and a receiver that hangs, then answers again; of a
+transform while it works off five million."""
 
 import asyncio
 import signal
@@ -13,12 +14,17 @@ import psutil
 
 from bench.backlog import fill
 from bench.figures import Figure
+from bench.ledger_transform import PIPES as TRANSFORM_PIPES
+from bench.ledger_transform import wait_written
 from bench.processes import Child, fetch_metric, free_port
 from bench.setup import Setup, make_topics, send_load, tell
 
 BACKLOG = 1_000_000
 HANG_S, DRAIN_S = 45.0, 150.0
 GOAL_MB = 200.0
+LONG_BACKLOG, PIECE = 5_000_000, 1_000_000
+GOAL_GROWTH = 1.1
+"""Of a transform's memory, from the first piece of the long backlog to the last one."""
 _SAMPLE_S = 0.2
 PIPES = """version: 1
 streams:
@@ -133,3 +139,28 @@ def log_memory(setup: Setup) -> list[Figure]:
 def kafka_memory(setup: Setup) -> list[Figure]:
     """With the backlog on Kafka."""
     return _memory(setup, setup.kafka)
+
+
+def long_backlog(setup: Setup) -> list[Figure]:
+    """On Kafka, a transform with default settings: its highest memory in each piece of the backlog."""
+    folder = setup.folder / "long-backlog"
+    folder.mkdir()
+    (folder / "pipes.yaml").write_text(TRANSFORM_PIPES)
+    make_topics(setup.kafka, folder / "pipes.yaml")
+    asyncio.run(fill(setup.kafka, "EVENTS", LONG_BACKLOG))
+    port, peaks, begun = free_port(), list[float](), time.monotonic()
+    child = Child(folder, "spark", *_shared(setup.kafka, folder / "pipes.yaml", port), "--data", str(folder))
+    with child:
+        child.wait_ready(port, 120)
+        for written in range(PIECE, LONG_BACKLOG + 1, PIECE):
+            with watch({"transform": child}) as peak:
+                wait_written(port, written)
+            peaks.append(peak["transform*"] / 1e6)
+            tell(
+                f"{written:,} events after {time.monotonic() - begun:.0f} s: {peaks[-1]:,.0f} MB, {child.family_cpu():.0f} CPU-s"
+            )
+    return [
+        Figure(
+            "RSS of a transform, last of five million events beside the first", peaks[-1], "MB", GOAL_GROWTH, peaks[0]
+        )
+    ]
