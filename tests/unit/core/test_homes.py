@@ -235,7 +235,16 @@ async def test_an_error_that_nobody_expects_does_not_end_the_following(
         assert not (await fleet.appender.append("s", 0, [Record(b"k", b"1", 0)], timeout=30)).failed
 
 
-async def test_a_writer_opens_the_broker_before_the_hand_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (Unavailable("no node answers"), "broker b of the pipe file: no node answers"),
+        (RuntimeError("nobody expects it"), "RuntimeError('nobody expects it')"),
+    ],
+)
+async def test_a_writer_opens_the_broker_before_the_hand_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception, said: str
+) -> None:
     """To open Kinesis takes a second or more: writers would wait for it after they were held. A failure is said once, and is
     no failure of the record, which goes to the old broker."""
     monkeypatch.setattr(brokers, "AGAIN_AFTER_S", 0.05)
@@ -245,7 +254,7 @@ async def test_a_writer_opens_the_broker_before_the_hand_over(tmp_path: Path, mo
         @asynccontextmanager
         async def opening() -> AsyncIterator[Broker]:
             if is_down:
-                raise Unavailable("no node answers")
+                raise failure
             opened.set()
             yield other
 
@@ -257,9 +266,7 @@ async def test_a_writer_opens_the_broker_before_the_hand_over(tmp_path: Path, mo
             for _ in range(3):
                 assert not (await producer.send("s", [Record(b"k", b"1", 0)])).failed
                 await asyncio.sleep(0.1)
-        assert [line["error"] for line in logs if line["event"] == "move_not_prepared"] == [
-            "broker b of the pipe file: no node answers"
-        ]
+        assert [line["error"] for line in logs if line["event"] == "move_not_prepared"] == [said]
         is_down = False
         async with asyncio.timeout(600):
             await opened.wait()

@@ -153,19 +153,20 @@ class Brokers:
             self._preparing[to, topic] = asyncio.create_task(self._prepare(to, topic), name=f"prepare {topic} on {to}")
 
     async def _prepare(self, name: str, topic: str) -> None:
-        """Again each second while the topic is moved there: a copy takes hours, and what is known of the topic gets old. Never
-        raises BrokerError."""
+        """Again each second while the topic is moved there: a copy takes hours, and what is known of the topic gets old. Raises
+        nothing: nobody waits for it, and it is to go on."""
         is_failing = False
         while self.places.moves_to(topic) == name:
             try:
                 await (await self.named(name)).appender.partition_count(topic)
                 is_failing = False
-            except BrokerError as error:
+            except Exception as error:  # also one that nobody expects
                 if not is_failing:
                     hint = (
                         "after the hand-over nothing could be stored. Try: mend it, or penstock migrate STREAM --undo"
                     )
-                    log.warning("move_not_prepared", stream=topic, broker=name, error=str(error), hint=hint)
+                    text = str(error) if isinstance(error, BrokerError) else repr(error)
+                    log.warning("move_not_prepared", stream=topic, broker=name, error=text, hint=hint)
                 is_failing = True
             await asyncio.sleep(AGAIN_AFTER_S)
         del self._preparing[name, topic]
