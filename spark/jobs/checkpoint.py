@@ -309,7 +309,7 @@ def open_checkpoint(session: SparkSession, root: str, pipe: str, claims: Claims 
     if "://" not in root:
         with _lock(Path(root, pipe)) as token:
             if claims is None:
-                _fence(session, f"file://{root}/{pipe}/{LOCK_FILE}", token)
+                _guard_files(session, f"file://{root}/{pipe}/{LOCK_FILE}", token)
                 yield peek_checkpoint(session, root, pipe)
             else:
                 with _claim(session, root, pipe, claims) as checkpoint:
@@ -354,11 +354,11 @@ def _claim(session: SparkSession, root: str, pipe: str, claims: Claims) -> Itera
     with beating(claim, pipe):
         if "://" in root:
             _take_over_notes(HadoopFolder(session, uri), claim.number)
-        _fence(session, f"{uri}/{CLAIMS}/{claim.mark}", claim.token)
+        _guard_files(session, f"{uri}/{CLAIMS}/{claim.mark}", claim.token)
         yield Checkpoint(session, uri, claim)
 
 
-def _fence(session: SparkSession, file: str, token: str) -> None:
+def _guard_files(session: SparkSession, file: str, token: str) -> None:
     session.conf.set(_CLAIM_FILE, file)
     session.conf.set(_CLAIM_TOKEN, token)
 

@@ -10,7 +10,7 @@ import org.apache.hadoop.fs.{FSDataOutputStream, FileAlreadyExistsException, Fil
 import org.apache.spark.sql.execution.streaming.checkpointing.CheckpointFileManager.CancellableFSDataOutputStream
 import org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager
 
-/** The files of a checkpoint, as Spark writes them, behind a fence (ADR 0017). Named by the setting
+/** The files of a checkpoint, as Spark writes them, behind a guard (ADR 0017). Named by the setting
   * `spark.sql.streaming.checkpointFileManagerClass`; executors use it for state, too.
   *
   * A file that Spark never replaces (offsets, commits, metadata) is created once, whoever tries: by a conditional request on S3, by

@@ -16,9 +16,11 @@ CancelledError and programming errors. Every wait ends: backends bound their I/O
 A new broker is a package beside `log`, `kafka` and `kinesis` that implements `Broker`: `Appender`, `Consumer`, `Reader`, `Admin`.
 Register its URL in `connect.open_broker`. Write a harness like `tests/contract/harness_log.py` and add it to the fixtures in
 `tests/contract/conftest.py`: the contract suite then runs against it. Transforms need a `SparkBroker` in `spark/brokers/`,
-which `open_spark_broker` opens. `pyproject.toml` has its packages, and the rule that only it imports them. These places ask for
-the kind of a URL, because brokers differ: `connect.py` (topics of others), `spark/jobs/modes.py` (modes of transforms),
-`services/autoscaler/app.py` (partitions), `services/fleet/migrate/movable.py` (migrations), and the doctor's checks.
+which `open_spark_broker` opens. `pyproject.toml` has its packages, and the rule that only it imports them. Where brokers differ,
+code asks for the kind of a URL. This command finds these places, above all in `connect.py`, `spark/settings.py`,
+`services/core/pipe_file/references.py`, `services/autoscaler/app.py`, `services/fleet/migrate/movable.py` and the doctor's checks:
+
+    git grep -nE '"(log|kafka|kinesis)(:[^"]*)?"|is_kinesis' -- services spark
 """
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence

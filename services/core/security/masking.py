@@ -1,4 +1,4 @@
-"""Masks secrets in text, for log lines and messages."""
+"""Masks secrets in text, for messages and for log lines, where `services.core.process.lifecycle` installs it."""
 
 import re
 from collections.abc import Mapping, MutableMapping

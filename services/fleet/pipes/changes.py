@@ -1,7 +1,7 @@
 """The effects of a pipe file on the events that the broker has: shown before anything starts.
 
 The former fleet is known from the broker alone: its topics, the positions of its groups, and the bookmark with the lanes of the
-last start (`core.waiting`). Nothing is changed here.
+last start (`services/core/undelivered/waiting.py`). Nothing is changed here.
 """
 
 import asyncio

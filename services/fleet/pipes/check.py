@@ -14,7 +14,7 @@ from services.core.pipe_file.stream import NO_SINGLE_FIELD
 from services.core.pipe_file.table import not_on_cluster
 from services.core.security.credentials import BadCredential, read_value
 from services.core.yaml_source import BadConfiguration, Document, Problem
-from services.fleet.pipes.transform_modes import is_cluster
+from services.fleet.pipes.expected_modes import is_cluster
 from services.fleet.problem import CommandFailed
 
 _READINGS = 5

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from services.fleet.console import make_table
 from services.fleet.dead.view import plain
-from services.fleet.pipes.transform_modes import describe_micro_batches
+from services.fleet.pipes.expected_modes import describe_micro_batches
 
 _NOT_KNOWN = "not yet"
 _FAR_MS = 10_000

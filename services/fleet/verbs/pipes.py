@@ -20,6 +20,7 @@ from services.core.yaml_source import BadConfiguration, Problem
 from services.fleet.access import find_broker, find_networks
 from services.fleet.console import OUT, print_note
 from services.fleet.pipes.check import check_pipe_file, find_warnings
+from services.fleet.pipes.expected_modes import describe_modes, expected_modes
 from services.fleet.pipes.state_check import check_states
 from services.fleet.pipes.topics import (
     Checked,
@@ -30,7 +31,6 @@ from services.fleet.pipes.topics import (
     name_unclaimed,
     prepare,
 )
-from services.fleet.pipes.transform_modes import describe_modes, expected_modes
 from services.fleet.problem import CommandFailed
 from services.fleet.up.settings import master_of_transforms, networks_of_webhooks
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, example

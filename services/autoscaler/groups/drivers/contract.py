@@ -1,6 +1,10 @@
 """What a platform must do: report a group's size and instances, and accept another size.
 
 A driver makes one attempt, within `TIMEOUT_S`, and classifies the error; the scaler tries again in its next round.
+
+A new driver is a file here that implements `GroupDriver`; `open.py` opens it by the scheme of its URL. Its harness goes into
+`tests/unit/autoscaler/drivers/harness.py`: the contract suite beside it then runs against the driver. The help of the setting
+in `services/autoscaler/settings.py` lists the URLs, and docs/scaling-groups.md describes them.
 """
 
 import asyncio

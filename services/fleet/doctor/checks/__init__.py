@@ -1,4 +1,8 @@
-"""All checks, in causal order: a cause before its consequences. The first finding is the most probable cause."""
+"""All checks, in causal order: a cause before its consequences. The first finding is the most probable cause.
+
+A new check is a function in the file of its subject here and a `Check` in the list below. Its facts are fields of `facts.py`,
+which a collector fills. Its runbook is a page of docs/runbooks. The names of the checks that it explains go into `explains`.
+"""
 
 from services.fleet.doctor.checks import (
     broker,

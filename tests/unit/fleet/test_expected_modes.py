@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.core.pipe_file.transform import Transform
-from services.fleet.pipes.transform_modes import (
+from services.fleet.pipes.expected_modes import (
     _REMEDIES,
     ExpectedMode,
     describe_micro_batches,
