@@ -18,7 +18,7 @@ Register its URL in `connect.open_broker`. Write a harness like `tests/contract/
 `tests/contract/conftest.py`: the contract suite then runs against it. Transforms need a `SparkBroker` in `spark/brokers/`,
 which `open_spark_broker` opens. `pyproject.toml` has its packages, and the rule that only it imports them. Where brokers differ,
 code asks for the kind of a URL. This command finds these places, above all in `connect.py`, `spark/settings.py`,
-`services/core/pipe_file/references.py`, `services/autoscaler/app.py`, `services/fleet/migrate/movable.py` and the doctor's checks:
+`services/core/pipe_file/references.py`, `services/autoscaler/app.py`, `services/fleet/migrate/movable.py`, the doctor:
 
     git grep -nE '"(log|kafka|kinesis)(:[^"]*)?"|is_kinesis' -- services spark
 """
