@@ -31,7 +31,7 @@ from services.core.broker.producer import Producer
 from services.core.fleet_broker import open_fleet_broker
 from services.core.jvm.kafka import KafkaCluster
 from services.core.pipe_file.pipes import load_pipes
-from services.core.pipe_file.provision import ensure_topics
+from services.core.provision import ensure_topics
 
 PARTITIONS, PAGE = 4, 1000
 SIZE = 100

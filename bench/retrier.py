@@ -25,8 +25,8 @@ from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.pipe_file.pipes import PipeFile
-from services.core.pipe_file.provision import ensure_topics
 from services.core.pipe_file.topic_names import RETRY_IN, retry_topic
+from services.core.provision import ensure_topics
 from services.core.undelivered.retry_state import RetryState, read_state, wrap
 from services.global_retrier.delay_queue import choose_delay
 

@@ -13,7 +13,7 @@ from bench.processes import run_json
 from services.core.broker.connect import open_broker
 from services.core.pipe_file.existing_topics import existing_topics
 from services.core.pipe_file.pipes import load_pipes
-from services.core.pipe_file.provision import ensure_topics
+from services.core.provision import ensure_topics
 
 CPU = "CPU-s per million events"
 SERVER_JAVA = ("-XX:+UseG1GC",)

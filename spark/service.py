@@ -25,9 +25,10 @@ from services.core.process.startup import open_when_reachable
 from services.core.security.bearer import Tokens, read_tokens
 from services.core.security.service_rights import rights_of
 from spark.brokers.contract import SparkBroker, open_spark_broker
+from spark.cluster.executor_group import ExecutorGroup
+from spark.cluster.executors import ExecutorsGoneError, ExecutorState, ExecutorWatch
+from spark.cluster.master import AUTO, AUTO_SLOTS, MasterKind
 from spark.errors import shorten
-from spark.executor_group import ExecutorGroup
-from spark.executors import ExecutorsGoneError, ExecutorState, ExecutorWatch
 from spark.figures import TaskFigures
 from spark.health import STARTING, PipesHealth, Watchdog
 from spark.java import JAVA_ERRORS, has_stopped, java_process, live_executors, why_ended
@@ -36,7 +37,6 @@ from spark.jobs.job import Job
 from spark.jobs.modes import choose_modes
 from spark.jobs.start_checks import check_suitability
 from spark.marks import BrokerMarks, Marks
-from spark.master import AUTO, AUTO_SLOTS, MasterKind
 from spark.scratch import Scratch
 from spark.session import Cluster, open_session
 from spark.settings import SelectedPipes, TransformSettings, check_master, check_tables, load_pipes, size_master

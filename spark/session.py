@@ -13,10 +13,10 @@ from pyspark.sql import SparkSession
 
 from services.core.jvm.jars import DATABASES, SPARK_KAFKA, SPARK_S3, jar_set
 from services.core.jvm.java import NO_PERF_FILE, archive_name, archive_options, java_env
-from spark.executor_pod import write_template
+from spark.cluster.executor_pod import write_template
+from spark.cluster.master import PACKAGES, DriverAddress, Executors, MasterKind, cluster_settings, kind_of, write_code
 from spark.java import clear_active_session, set_active_session, ship_python
 from spark.jvm.classes import EXTENSIONS, classes_jar, kafka_login_jar
-from spark.master import PACKAGES, DriverAddress, Executors, MasterKind, cluster_settings, kind_of, write_code
 from spark.object_store import ObjectStore, store_settings
 from spark.sources.source import BrokerSource
 

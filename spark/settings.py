@@ -16,7 +16,7 @@ from services.core.pipe_file.table import Table, not_on_cluster
 from services.core.process.settings import Settings
 from services.core.units import Duration, Size
 from services.core.yaml_source import BadConfiguration, Document, Problem
-from spark.master import AUTO, AUTO_SLOTS, DriverAddress, Executors, MasterKind, kind_of, parse_executors
+from spark.cluster.master import AUTO, AUTO_SLOTS, DriverAddress, Executors, MasterKind, kind_of, parse_executors
 from spark.object_store import SCHEME, ObjectStore, parse_checkpoints
 
 _LEAST_MEMORY = 450 << 20

@@ -32,6 +32,7 @@ from services.core.process.settings import load_settings
 from services.core.sample import PHASE, SampleRecord, TrialResult, UndeclaredField
 from services.core.yaml_source import BadConfiguration
 from spark.brokers.contract import BatchName, DataSourceBroker, open_spark_broker
+from spark.cluster.master import AUTO, MasterKind
 from spark.errors import shorten
 from spark.health import Watchdog
 from spark.java import java_process, why_ended
@@ -41,7 +42,6 @@ from spark.jobs.culprits import TransformBroken
 from spark.jobs.micro_batch import TransformHandler
 from spark.jobs.query import Query
 from spark.jobs.start_checks import check_suitability
-from spark.master import AUTO, MasterKind
 from spark.records import NO_BEGINS, RAW, RAW_SCHEMA, VALUE, Begins, OffsetRange, to_arrow
 from spark.session import open_session, own_session
 from spark.settings import SelectedPipes, TransformSettings, load_pipes

@@ -22,8 +22,8 @@ from services.core.broker.kinesis.streams import PARTITIONS_TAG
 from services.core.broker.prefix import check_prefix
 from services.core.ledger.report import SNAPSHOTS, TELEMETRY
 from services.core.pipe_file.pipes import PipeFile, load_pipes
-from services.core.pipe_file.provision import wanted_topics
 from services.core.pipe_file.topic_names import CONTROL
+from services.core.provision import wanted_topics
 from services.core.yaml_source import BadConfiguration
 
 Json = dict[str, Any]

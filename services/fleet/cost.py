@@ -19,8 +19,8 @@ from services.core.broker.contract import Broker, Reader
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.record import Record
 from services.core.pipe_file.pipes import PipeFile
-from services.core.pipe_file.provision import wanted_topics
 from services.core.pipe_file.topic_names import RETRY_IN, event_topics
+from services.core.provision import wanted_topics
 from services.core.story.search import time_of
 from services.fleet.console import make_table
 

@@ -13,8 +13,8 @@ from services.core.broker.errors import BrokerError, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.ledger.report import TELEMETRY
 from services.core.offset_token import mark_of
-from services.core.pipe_file.provision import require_safe_topics
 from services.core.process.lifecycle import run_until, wait_for_stop
+from services.core.provision import require_safe_topics
 from services.ingest.intake import Intake
 
 log = structlog.get_logger()

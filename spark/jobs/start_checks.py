@@ -14,6 +14,7 @@ from services.core.pipe_file.state_plan import StatePlan, compare_plans
 from services.core.pipe_file.topic_names import dead_letter_topic, output_topic
 from services.core.yaml_source import BadConfiguration, Problem
 from spark.brokers.contract import SparkBroker
+from spark.cluster.master import MasterKind
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, check_streamable
 from spark.jobs.attempts import PART_OF, batch_of
@@ -25,7 +26,6 @@ from spark.jobs.replay import REJECTS
 from spark.jobs.restart import Beginning
 from spark.jobs.streaming_plan import source_name
 from spark.marks import Marks
-from spark.master import MasterKind
 from spark.records import EVENT_TIME
 from spark.session import own_session, slots
 from spark.settings import SelectedPipes, TransformSettings

@@ -14,8 +14,8 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.control.pauses import Pause, list_paused, write_pause
 from services.core.ledger.report import TELEMETRY
 from services.core.pipe_file.pipes import PipeFile
-from services.core.pipe_file.provision import ensure_topics
 from services.core.pipe_file.topic_names import AUDIT
+from services.core.provision import ensure_topics
 from services.core.undelivered.waiting import Bookmark, find_waiting
 from tests.contract.harness_kafka import KafkaHarness
 from tests.contract.harness_kinesis import KinesisHarness

@@ -25,7 +25,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.partitioner import choose_partition
 from services.core.jvm.kafka import KafkaCluster
 from services.core.pipe_file.pipes import load_pipes
-from services.core.pipe_file.provision import ensure_topics
+from services.core.provision import ensure_topics
 from tests.faults.fleet import DEADLINE, Fleet, Service, open_fleet, wait_until
 from tests.faults.sender import CLIENT_TIMEOUT
 from tests.support.kafka import describe_partitions, make_topic, unique_name

@@ -19,7 +19,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import Unavailable
 from services.core.ledger.report import TELEMETRY, Node, decode_report, unpack_numbers
 from services.core.pipe_file.pipes import load_pipes
-from services.core.pipe_file.provision import ensure_topics
+from services.core.provision import ensure_topics
 from services.fleet.observer_client import Observer, get_json
 from tests.faults.fleet import Service, wait_until
 from tests.support import early_observer, lossy

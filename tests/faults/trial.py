@@ -21,8 +21,8 @@ from services.core.broker.kafka import KafkaBroker
 from services.core.broker.log import LogBroker
 from services.core.event import read_id
 from services.core.pipe_file.pipes import load_pipes
-from services.core.pipe_file.provision import ensure_topics
 from services.core.pipe_file.topic_names import dead_letter_topic
+from services.core.provision import ensure_topics
 from tests.contract.traffic import ignore_revoke
 from tests.faults.fleet import DEADLINE, Fleet, Service, open_fleet, wait_until
 from tests.faults.sender import Sender

@@ -13,7 +13,7 @@ import pytest
 from services.core.aws_emulator import kinesis_url
 from services.core.broker.connect import open_broker
 from services.core.pipe_file.pipes import load_pipes
-from services.core.pipe_file.provision import ensure_topics, wanted_topics
+from services.core.provision import ensure_topics, wanted_topics
 from tests.integration.aws_account import MAX_OF_ONE, PIPES, POLICIES, SECRET, Account, deploy_fleet, open_account
 
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/penstock:0.1.0"

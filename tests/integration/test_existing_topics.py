@@ -36,8 +36,8 @@ from services.core.jvm.kafka import KafkaCluster
 from services.core.ledger.report import TELEMETRY, decode_report
 from services.core.pipe_file.existing_topics import existing_topics
 from services.core.pipe_file.pipes import PipeFile, load_pipes
-from services.core.pipe_file.provision import NoSuchTopics, ensure_topics
 from services.core.pipe_file.topic_names import dead_letter_topic
+from services.core.provision import NoSuchTopics, ensure_topics
 from services.core.story.find import find_story, make_scope
 from services.core.story.search import Limits
 from services.core.undelivered.dead_letter import DeadLetter

@@ -12,7 +12,7 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
 from services.core.jvm.kafka import KafkaCluster
 from services.core.pipe_file.pipes import PipeFile
-from services.core.pipe_file.provision import ensure_topics
+from services.core.provision import ensure_topics
 from services.global_retrier.delay_queue import MOVE_EVENTS
 from tests.integration.retrier_process import RetrierProcess, Waiters, kill_at_end
 from tests.support.kafka import unique_name

@@ -14,7 +14,7 @@ from services.core.broker.record import Record
 from services.core.event import ORIGIN, Origin
 from services.core.ledger.report import TELEMETRY, Report, decode_report, unpack_numbers
 from services.core.pipe_file.pipes import load_pipes
-from services.core.pipe_file.provision import ensure_topics
+from services.core.provision import ensure_topics
 from tests.integration.expel_process import Expel, hook, kill_at_end
 from tests.integration.ingest_process import Ingest, log_url, running
 from tests.support.pacing import Pace

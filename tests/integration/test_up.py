@@ -14,8 +14,8 @@ import pytest
 
 from services.core.broker.connect import open_broker
 from services.core.pipe_file.pipes import load_pipes
-from services.core.pipe_file.provision import ensure_topics
 from services.core.pipe_file.topic_names import delay_topic, parked_topic
+from services.core.provision import ensure_topics
 from tests.integration.fleet_process import DEADLINE, Desk, family, living, until
 from tests.support.waiting_events import store, waiting_event
 

@@ -9,8 +9,8 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.jvm.kafka import KafkaCluster
 from services.core.pipe_file.pipes import PipeFile
-from services.core.pipe_file.provision import ensure_topics
 from services.core.pipe_file.topic_names import dead_letter_topic, retry_topic
+from services.core.provision import ensure_topics
 from services.core.undelivered.dead_letter import make_dead_letter
 from services.core.undelivered.retry_state import unwrap
 from services.fleet.dead.audit import Auditor, read_audit

@@ -12,7 +12,7 @@ from services.core.broker.kafka import KafkaBroker, Timing
 from services.core.control.key_marks import read_key_marks
 from services.core.jvm.kafka import KafkaCluster
 from services.core.pipe_file.pipes import PipeFile
-from services.core.pipe_file.provision import ensure_topics
+from services.core.provision import ensure_topics
 from services.fleet.pipes.topics import provision
 from services.fleet.problem import CommandFailed
 from tests.contract.traffic import DEADLINE

@@ -105,7 +105,7 @@ FLEET = (
         "the last schedule is turned off, and what waits for the retrier waits for ever",
         (
             Change(
-                "services/core/pipe_file/provision.py",
+                "services/core/provision.py",
                 "specs = wanted_topics(pipes, has_retrier=RETRY_IN in existing)",
                 "specs = wanted_topics(pipes)",
             ),

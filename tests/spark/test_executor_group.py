@@ -13,7 +13,7 @@ from services.autoscaler.groups.drivers.contract import Away, Group, Refused, Si
 from services.autoscaler.groups.drivers.management_port import ControlDriver, open_executors
 from services.autoscaler.groups.meter import Meter
 from services.core.event import read_id
-from spark.executor_group import GROUP
+from spark.cluster.executor_group import GROUP
 from tests.spark.broker_pipeline import BrokerPipeline
 from tests.spark.log_pipeline import wait_for
 from tests.spark.service_process import ServiceProcess

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from services.core.group_control import SizeRefused
-from spark import executor_group
-from spark.executor_group import GROUP, ExecutorGroup
+from spark.cluster import executor_group
+from spark.cluster.executor_group import GROUP, ExecutorGroup
+from spark.cluster.master import Executors, MasterKind
 from spark.java import Executor
-from spark.master import Executors, MasterKind
 
 
 class Java:

@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import REGISTRY
 
-from spark.executors import FRESH_S, WITHOUT_S, ExecutorsGoneError, ExecutorState, ExecutorWatch
+from spark.cluster.executors import FRESH_S, WITHOUT_S, ExecutorsGoneError, ExecutorState, ExecutorWatch
 
 MASTER = "spark://one:7077"
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from services.core.yaml_source import BadConfiguration
-from spark import executor_pod
-from spark.jobs.start_checks import missing_slots, why_no_state
-from spark.master import (
+from spark.cluster import executor_pod
+from spark.cluster.master import (
     DriverAddress,
     Executors,
     MasterKind,
@@ -21,6 +20,7 @@ from spark.master import (
     parse_executors,
     write_code,
 )
+from spark.jobs.start_checks import missing_slots, why_no_state
 from spark.settings import TransformSettings, check_master, check_tables, load_pipes
 
 
@@ -188,7 +188,7 @@ def test_state_needs_a_folder_that_executors_see() -> None:
 def test_executors_have_the_account_of_the_drivers_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, pods of executors run as `default`: what a cloud allows the transform (state in S3, Kinesis) is refused to
     them."""
-    monkeypatch.setattr("spark.master._ACCOUNT", tmp_path)
+    monkeypatch.setattr("spark.cluster.master._ACCOUNT", tmp_path)
     monkeypatch.setenv("HOSTNAME", "transform-1")
     driver, executors = DriverAddress("10.0.0.5", "", 7078), Executors(1, 1, 1, 1 << 30, "python", "image")
     outside = cluster_settings(MasterKind.KUBERNETES, driver, executors)
@@ -221,4 +221,4 @@ def test_an_executor_in_a_pod_is_what_spark_asked_for(tmp_path: Path) -> None:
     executor_pod.write_template(template)
     pod = json.loads(template.read_text())
     assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
-    assert pod["spec"]["containers"][0]["command"][-1] == "spark.executor_pod"
+    assert pod["spec"]["containers"][0]["command"][-1] == "spark.cluster.executor_pod"

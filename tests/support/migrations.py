@@ -22,7 +22,7 @@ from services.core.control.homes import Homes
 from services.core.event import Origin
 from services.core.fleet_broker import open_with_homes
 from services.core.pipe_file.pipes import PipeFile
-from services.core.pipe_file.provision import ensure_topics
+from services.core.provision import ensure_topics
 from services.fleet.migrate import steps
 from services.fleet.migrate.movable import check_movable
 from services.fleet.migrate.steps import Migration, Result

@@ -15,7 +15,7 @@ from services.core.broker.errors import BrokerError, DataDamaged
 from services.core.broker.rights import Right, require_rights
 from services.core.fleet_broker import open_fleet_broker, open_own_broker
 from services.core.pipe_file.pipes import PipeFile
-from services.core.pipe_file.provision import require_safe_topics
+from services.core.provision import require_safe_topics
 from services.core.yaml_source import BadConfiguration, Problem
 
 log = structlog.get_logger()

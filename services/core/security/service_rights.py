@@ -7,8 +7,8 @@ from services.core.broker.existing import target_name
 from services.core.broker.rights import Kind, Right
 from services.core.pipe_file.existing_topics import existing_topics
 from services.core.pipe_file.pipes import PipeFile, own_streams
-from services.core.pipe_file.provision import wanted_topics
 from services.core.pipe_file.topic_names import CONTROL, DELAYS_S, delay_topic, delivery_group, delivery_topics
+from services.core.provision import wanted_topics
 
 Service = Literal["ingest", "expel", "retrier", "observer", "table", "autoscaler", "transform", "command line"]
 

@@ -20,7 +20,17 @@ from services.core.broker.producer import Producer
 from services.core.control.pauses import carry_pauses
 from services.core.fleet_broker import open_fleet_broker
 from services.core.pipe_file.pipes import PipeFile, Removed, own_streams
-from services.core.pipe_file.provision import (
+from services.core.pipe_file.snapshot import read_broker
+from services.core.pipe_file.topic_names import (
+    CONTROL,
+    claims_of,
+    delivery_topics,
+    lanes_of,
+    removed_lanes,
+    removed_pipes,
+    renames_of,
+)
+from services.core.provision import (
     LargerTopic,
     NoSuchTopics,
     Others,
@@ -31,16 +41,6 @@ from services.core.pipe_file.provision import (
     ensure_topics,
     find_larger,
     find_others,
-)
-from services.core.pipe_file.snapshot import read_broker
-from services.core.pipe_file.topic_names import (
-    CONTROL,
-    claims_of,
-    delivery_topics,
-    lanes_of,
-    removed_lanes,
-    removed_pipes,
-    renames_of,
 )
 from services.core.times import format_time
 from services.core.undelivered.waiting import (

@@ -29,9 +29,9 @@ from services.core.broker.record import Record
 from services.core.control.key_marks import write_key_marks
 from services.core.metrics import INGEST_BYTES
 from services.core.pipe_file.pipes import PipeFile
-from services.core.pipe_file.provision import Recorder, ensure_topics
 from services.core.pipe_file.stream import Stream
 from services.core.pipe_file.topic_names import AUDIT
+from services.core.provision import Recorder, ensure_topics
 from services.fleet.dead.audit import read_audit
 from tests.contract.traffic import append
 from tests.support.metrics_port import serve_metrics

@@ -9,6 +9,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from services.core import provision
 from services.core.audit import GROW
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Admin, Broker, TopicSpec
@@ -20,10 +21,11 @@ from services.core.broker.several.broker import open_several
 from services.core.broker.several.brokers import Places
 from services.core.control.key_marks import read_key_marks, write_key_marks
 from services.core.ledger.report import SNAPSHOTS, TELEMETRY
-from services.core.pipe_file import provision
 from services.core.pipe_file.existing_topics import target_homes
 from services.core.pipe_file.pipes import PipeFile
-from services.core.pipe_file.provision import (
+from services.core.pipe_file.topic_names import AUDIT, CONTROL, DELAYS_S, RETRIER_DEAD, RETRY_IN, delay_topic
+from services.core.pipe_file.webhook import SCHEDULE
+from services.core.provision import (
     LargerTopic,
     NoSuchTopics,
     Recorder,
@@ -33,8 +35,6 @@ from services.core.pipe_file.provision import (
     find_others,
     wanted_topics,
 )
-from services.core.pipe_file.topic_names import AUDIT, CONTROL, DELAYS_S, RETRIER_DEAD, RETRY_IN, delay_topic
-from services.core.pipe_file.webhook import SCHEDULE
 from services.fleet.dead.audit import read_audit
 from tests.contract.traffic import append
 

@@ -31,8 +31,8 @@ from services.core.control.pauses import Pause, write_pause
 from services.core.event import ARRIVAL, ID, ORIGIN, OUTPUTS, REDRIVEN, Origin
 from services.core.ledger.report import TELEMETRY, FailureSet, OriginSet, Report, pack_numbers
 from services.core.pipe_file.pipes import PipeFile
-from services.core.pipe_file.provision import ensure_topics
 from services.core.pipe_file.topic_names import delay_topic
+from services.core.provision import ensure_topics
 from services.core.story.find import Scope, find_story, make_scope, time_of_id
 from services.core.story.model import EventStory, Lane, Story
 from services.core.story.search import Limits, TimeRange

@@ -16,8 +16,8 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.control.pauses import Pause, Pauses, write_pause
 from services.core.pipe_file.pipes import PipeFile
-from services.core.pipe_file.provision import ensure_topics
 from services.core.pipe_file.topic_names import RETRIER_GROUP, RETRY_IN, delay_topic
+from services.core.provision import ensure_topics
 from services.core.undelivered.waiting import Bookmark, find_waiting, read_bookmark, take_over_positions, write_bookmark
 from tests.support.waiting_events import store, waiting_event
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from services.core.broker.contract import Broker
 from services.core.pipe_file.pipes import load_pipes
-from services.core.pipe_file.provision import ensure_topics
 from services.core.process.lifecycle import Supervision
+from services.core.provision import ensure_topics
 from services.expel.app import start
 from services.expel.settings import ExpelSettings
 

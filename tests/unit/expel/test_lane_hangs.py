@@ -12,9 +12,9 @@ from structlog.testing import capture_logs
 from services.core.broker.connect import open_broker
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.pipe_file.pipes import load_pipes
-from services.core.pipe_file.provision import ensure_topics
 from services.core.process import progress
 from services.core.process.progress import CHECK_EVERY_S, LIMIT_S, ProgressWatch, Step
+from services.core.provision import ensure_topics
 from services.expel.dispatcher import Dispatcher
 from services.expel.retry_policy import RetryLimits
 from services.expel.settings import ExpelSettings

@@ -17,8 +17,8 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.broker.retry import AppendPolicy
 from services.core.pipe_file.pipes import PipeFile, Removed, load_pipes
-from services.core.pipe_file.provision import ensure_topics
 from services.core.pipe_file.topic_names import AUDIT
+from services.core.provision import ensure_topics
 from services.core.undelivered import dead_letter
 from services.core.undelivered.retry_state import unwrap
 from services.core.undelivered.waiting import Bookmark, find_waiting

@@ -12,7 +12,7 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.record import Record
 from services.core.pipe_file.pipes import load_pipes
-from services.core.pipe_file.provision import ensure_topics
+from services.core.provision import ensure_topics
 from services.fleet.cli import main
 from tests.support.waiting_events import store
 

@@ -19,9 +19,9 @@ from services.core.event import FAULT, ID, ORIGIN, REDRIVEN
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
 from services.core.pipe_file.existing_topics import Translation
 from services.core.pipe_file.pipes import PipeFile
-from services.core.pipe_file.provision import ensure_topics
 from services.core.pipe_file.stream import Stream
 from services.core.pipe_file.topic_names import AUDIT, RETRIER_DEAD, renames_of
+from services.core.provision import ensure_topics
 from services.core.times import parse_time
 from services.core.undelivered import dead_letter
 from services.core.undelivered.causes import Causes, normalise

@@ -13,8 +13,8 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.broker.retry import AppendPolicy
 from services.core.consuming import Membership
 from services.core.pipe_file.pipes import PipeFile
-from services.core.pipe_file.provision import ensure_topics
 from services.core.pipe_file.topic_names import RETRIER_DEAD, RETRIER_GROUP, RETRY_IN, retry_topic
+from services.core.provision import ensure_topics
 from services.core.undelivered.retry_state import RetryState, wrap
 from services.global_retrier.delay_queue import DELAY_BY_TOPIC
 from services.global_retrier.metrics import RetrierMetrics

@@ -9,7 +9,7 @@ from services.core.broker.errors import RecordTooLarge
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
-from services.core.pipe_file.provision import ensure_topics
+from services.core.provision import ensure_topics
 from services.core.undelivered.dead_letter import PREFIX
 from services.core.undelivered.retry_state import unwrap
 from services.global_retrier.delay_queue import SteadyClock

@@ -17,9 +17,9 @@ from services.autoscaler.settings import AutoscalerSettings
 from services.core.broker.prefix import check_prefix
 from services.core.http.address import is_loopback, parse_address
 from services.core.pipe_file.pipes import load_pipes
-from services.core.pipe_file.provision import wanted_topics
 from services.core.process.lifecycle import CLOSE_S
 from services.core.process.settings import load_settings, variable_name
+from services.core.provision import wanted_topics
 from services.expel.settings import ExpelSettings
 from services.global_retrier.settings import RetrierSettings
 from services.ingest.settings import IngestSettings

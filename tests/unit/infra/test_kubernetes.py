@@ -28,7 +28,7 @@ from services.ingest.settings import IngestSettings
 from services.observer.settings import ObserverSettings
 from services.registry.settings import RegistrySettings
 from services.table.settings import TableSettings
-from spark.master import MasterKind
+from spark.cluster.master import MasterKind
 from spark.settings import TransformSettings
 from tests.unit.infra.dockerfile import read_dockerfile
 

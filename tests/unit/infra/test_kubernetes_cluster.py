@@ -11,8 +11,8 @@ import yaml
 from services.autoscaler.app import check_groups
 from services.autoscaler.settings import EXECUTORS, AutoscalerSettings
 from services.core.process.settings import load_settings
-from spark.executor_pod import write_template
-from spark.master import MasterKind
+from spark.cluster.executor_pod import write_template
+from spark.cluster.master import MasterKind
 from spark.settings import TransformSettings, check_master
 from tests.unit.infra.test_kubernetes import DEPLOYMENTS, INFRA, OBJECTS, VERSION, environment
 

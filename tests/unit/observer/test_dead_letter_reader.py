@@ -11,7 +11,7 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
 from services.core.pipe_file.pipes import PipeFile
-from services.core.pipe_file.provision import ensure_topics
+from services.core.provision import ensure_topics
 from services.observer.dead_letters import CAUSES, PAGE, DeadLetterReader, FailureTable
 from tests.support.waiting_events import store
 from tests.unit.observer.letters import DEAD, HOOK, PIPES, letter

@@ -14,7 +14,7 @@ from services.core.broker.connect import open_broker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.event import ARRIVAL, ID
-from services.core.pipe_file.provision import ensure_topics
+from services.core.provision import ensure_topics
 from services.core.story.find import find_story
 from services.fleet.verbs import event  # noqa: F401 - adds the verb
 from services.fleet.verbs.app import APP

@@ -16,9 +16,9 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Batch
 from services.core.control import pauses
 from services.core.ledger.report import TELEMETRY
-from services.core.pipe_file.provision import ensure_topics
 from services.core.pipe_file.topic_names import CONTROL
 from services.core.process.progress import CHECK_EVERY_S, LIMIT_S, ProgressWatch
+from services.core.provision import ensure_topics
 from services.core.security.signing import SigningKeys
 from services.observer import backlogs, dead_letters, follower, standby
 from services.observer.app import _Parts

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from services.core.broker.connect import prefix_of
 from services.core.pipe_file.pipes import PipeFile
-from services.core.pipe_file.provision import wanted_topics
 from services.core.pipe_file.topic_names import lane_name
+from services.core.provision import wanted_topics
 from services.core.units import format_count
 from services.fleet.doctor.checks.counters import find_moves, format_span, log_command
 from services.fleet.doctor.diagnosis import Finding, about

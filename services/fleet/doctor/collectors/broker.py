@@ -21,7 +21,6 @@ from services.core.event import read_arrival
 from services.core.fleet_broker import open_fleet_broker
 from services.core.pipe_file.existing_topics import existing_topics, target_homes
 from services.core.pipe_file.pipes import PipeFile
-from services.core.pipe_file.provision import find_missing, wanted_topics
 from services.core.pipe_file.topic_names import (
     AUDIT,
     RETRIER_DEAD,
@@ -35,6 +34,7 @@ from services.core.pipe_file.topic_names import (
     renames_of,
     retry_topic,
 )
+from services.core.provision import find_missing, wanted_topics
 from services.core.undelivered.dead_letter import DeadLetter, Position
 from services.fleet.dead.audit import AuditedActions
 from services.fleet.doctor.collectors.bounds import bounded, describe, in_thread

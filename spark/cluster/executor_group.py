@@ -12,8 +12,8 @@ import structlog
 from pyspark.sql import SparkSession
 
 from services.core.group_control import Figures, GroupState, Instance, SizeRefused
+from spark.cluster.master import Executors, MasterKind
 from spark.java import JAVA_ERRORS, Executor, leave_executor, list_executors, live_executors, order_executors
-from spark.master import Executors, MasterKind
 
 T = TypeVar("T")
 GROUP = "executors"

@@ -1,4 +1,4 @@
-"""`python -m spark.executor_pod executor`: an executor in a pod, from the same image as the services.
+"""`python -m spark.cluster.executor_pod executor`: an executor in a pod, from the same image as the services.
 
 Spark's Kubernetes scheduler creates the pods of executors. It passes what an executor must know in variables, and expects that
 the image's own script makes a command of them. This module is that script for Penstock's image. The pod template that
@@ -51,7 +51,7 @@ def write_template(path: Path) -> None:
     """Write the pod template of executors, as JSON, which is YAML."""
     container = {
         "name": "executor",
-        "command": ["python", "-m", "spark.executor_pod"],
+        "command": ["python", "-m", "spark.cluster.executor_pod"],
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
     user = {"runAsNonRoot": True, "runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from services.core.jvm.java import NO_PERF_FILE
 
-PACKAGES = Path(__file__).parents[1]
+PACKAGES = Path(__file__).parents[2]
 """The folder of our packages."""
 _SHIPPED = ("services", "spark")
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -68,7 +68,7 @@ class Executors:
     """least, most: their number; where these differ, idle ones are given back. memory: bytes of heap of each one.
 
     python: the path of Python on their hosts. image: their container image; only on Kubernetes. resized: the autoscaler orders
-    their number (`spark.executors`), and not Spark.
+    their number (`spark.cluster.executors`), and not Spark.
     """
 
     least: int
@@ -165,7 +165,7 @@ def _number_settings(kind: MasterKind, executors: Executors) -> dict[str, str]:
 
 def _pod_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Inside a pod: executors in the same namespace, that end with this pod. They run under its ServiceAccount, to which a cloud
-    gives rights on buckets and streams, but without its token (`spark.executor_pod`)."""
+    gives rights on buckets and streams, but without its token (`spark.cluster.executor_pod`)."""
     if not (_ACCOUNT / "namespace").exists():
         return {}
     account = _account_of((_ACCOUNT / "token").read_text(encoding="utf-8"))
