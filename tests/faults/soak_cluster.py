@@ -216,11 +216,13 @@ class ClusterSoak:
 
     def _freeze_driver(self, seconds: float) -> None:
         """The other one works before the thaw, and the frozen one gives up its work after it."""
+        checkpoint = self.drivers.checkpoint
         self._wait(self.drivers.are_in_place, SETTLE_S, "a driver on standby")
-        frozen, claim, again = self.drivers.at_work(), self.drivers.checkpoint.claim(), self.arrivals.again
+        frozen, claim, again = self.drivers.at_work(), checkpoint.claim(), self.arrivals.again
+        self._wait(checkpoint.has_batch_at_work, SETTLE_S, "a batch")  # which the other one has to do again
         frozen.signal(signal.SIGSTOP)
         begun = time.monotonic()
-        taken = self._wait(lambda: self.drivers.checkpoint.claim() > claim, seconds, "a takeover")
+        taken = self._wait(lambda: checkpoint.claim() > claim, seconds, "a takeover")
         stored, came = self.feed.sent, len(self.arrivals.counts)
         # More ids than there were events: one was stored after the takeover.
         left = begun + seconds - time.monotonic()

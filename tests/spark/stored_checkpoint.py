@@ -11,8 +11,7 @@ class StoredCheckpoint:
     """Of this pipe, below this place of the bucket."""
 
     def __init__(self, server: ObjectStoreServer, place: str, pipe: str) -> None:
-        self._server, self._folder = server, f"{place}/{pipe}"
-        self._client = server.client()
+        self._client, self._folder = server.client(), f"{place}/{pipe}"
 
     def claim(self) -> int:
         """The highest one; 0 before the first."""
@@ -28,11 +27,20 @@ class StoredCheckpoint:
 
     def plans(self) -> list[Any]:
         """The ends of the planned batches, as Spark wrote them, as far as it keeps them."""
-        batches = sorted(int(name) for name in self._names("offsets"))
-        return [orjson.loads(self._read(f"offsets/{batch}").splitlines()[2]) for batch in batches]
+        return [orjson.loads(self._read(f"offsets/{batch}").splitlines()[2]) for batch in self._batches("offsets")]
+
+    def has_batch_at_work(self) -> bool:
+        """Whether a batch is planned, and not done yet."""
+        planned = self._batches("offsets")  # first: it may be done by the next look
+        return planned[-1:] > self._batches("commits")[-1:]
+
+    def _batches(self, folder: str) -> list[int]:
+        return sorted(int(name) for name in self._names(folder))
 
     def _names(self, folder: str) -> list[str]:
-        return [key.rpartition("/")[2] for key in self._server.keys(f"{self._folder}/{folder}/")]
+        prefix = f"{self._folder}/{folder}/"
+        found = self._client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", [])
+        return [name for each in found if (name := each["Key"].removeprefix(prefix))]
 
     def _read(self, name: str) -> bytes:
         found: bytes = self._client.get_object(Bucket=BUCKET, Key=f"{self._folder}/{name}")["Body"].read()
