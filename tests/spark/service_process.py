@@ -23,10 +23,9 @@ from tests.spark.log_pipeline import read_topic
 _QUICK_CLAIMS = "import spark.jobs.claims as c; c.BEAT_S, c.EXPIRY_S = 1.0, 6.0; "
 """A standby takes over sooner: the tests freeze its predecessor, and wait for it."""
 _MAIN = (
-    _QUICK_CLAIMS
-    + "import runpy, spark.service; spark.service.SETTLE_S = 0.5; import spark.jobs.query; spark.jobs.query.WARM_UP_RUNS = 1; "
-    + "import spark.health; spark.health.MAX_FAILURES = 100; "
-    + "runpy.run_module('spark', run_name='__main__')"
+    "import runpy, spark.service; spark.service.SETTLE_S = 0.5; import spark.jobs.query; spark.jobs.query.WARM_UP_RUNS = 1; "
+    "import spark.health; spark.health.MAX_FAILURES = 100; "
+    "runpy.run_module('spark', run_name='__main__')"
 )
 """As `-m spark`, but pipes of one process hardly wait for each other, and a transform runs once before its first batch: the tests
 have no other work to protect. A pipe that fails again and again does not end the process while a test looks at it."""
@@ -49,10 +48,12 @@ class TooLateError(Exception):
 class ServiceProcess:
     """Runs in `folder`, with its pipes.yaml. Ends with the block, Java and all. `output`: a file of all that it printed."""
 
-    def __init__(self, folder: Path, broker: str, *arguments: str) -> None:
-        """arguments: of every start."""
+    def __init__(self, folder: Path, broker: str, *arguments: str, quick_claims: bool = True) -> None:
+        """arguments: of every start. quick_claims: as a standby it does not wait as long as in a fleet."""
         self.folder, self.output = folder, folder / "output.log"
-        self._command = [sys.executable, "-c", _MAIN, "--broker", broker, "--data", str(folder)]
+        self._output_from = 0
+        main = _QUICK_CLAIMS + _MAIN if quick_claims else _MAIN
+        self._command = [sys.executable, "-c", main, "--broker", broker, "--data", str(folder)]
         self._command += ["--pipes", str(folder / "pipes.yaml"), *_PATIENT, *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self.starts = 0
@@ -67,6 +68,7 @@ class ServiceProcess:
         """In a session of its own."""
         self.starts += 1
         with self.output.open("ab") as file:
+            self._output_from = file.tell()
             self._process = subprocess.Popen(
                 [*self._command, *arguments],
                 stdin=subprocess.DEVNULL,
@@ -93,6 +95,10 @@ class ServiceProcess:
     def pid(self) -> int | None:
         """Of its process, or of the last one."""
         return None if self._process is None else self._process.pid
+
+    def said(self) -> str:
+        """What it printed since its last start."""
+        return self.output.read_bytes()[self._output_from :].decode(errors="replace")
 
     def signal(self, number: int) -> None:
         """To the service and all that it started."""

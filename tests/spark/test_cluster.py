@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from pyarrow.parquet import write_table
 
-from services.core.aws_emulator import CREDENTIALS, REGION
+from services.core.aws_emulator import CREDENTIALS
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
@@ -122,9 +122,7 @@ def _run_on_two_workers(
     known = {"names": {"parquet": f"s3a://{BUCKET}/tables/names", "columns": "n INT, name STRING"}}
     pipeline.chosen(columns=COLUMNS, python="own.py:run", known=known, deduplicate_within="1h")
     send(pipeline, 0, 200)
-    options = ["--checkpoints", f"s3a://{BUCKET}/fleet", "--s3-endpoint", s3.url]
-    options += ["--s3-path-style", "--s3-region", REGION]
-    with ServiceProcess(tmp_path, pipeline.url, *on(spark_cluster), *options) as service:
+    with ServiceProcess(tmp_path, pipeline.url, *on(spark_cluster), *s3.options("fleet")) as service:
         process = service.start()
         lacking = f"the variable OF_DRIVER is not on {socket.gethostname()}. Try: the same files"
         wait_for(lambda: lacking in service.output.read_text(), "the executors say what they lack")

@@ -15,7 +15,7 @@ import pytest
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import SparkSession
 
-from services.core.aws_emulator import CREDENTIALS, REGION
+from services.core.aws_emulator import CREDENTIALS
 from services.core.broker.log import blocking
 from spark.java import HadoopFolder, jvm
 from spark.jobs.checkpoint import open_checkpoint, peek_checkpoint
@@ -23,6 +23,7 @@ from spark.jobs.claims import CheckpointInUse, Claims
 from spark.session import own_session
 from tests.spark.log_pipeline import LogPipeline, numbers, wait_for
 from tests.spark.service_process import LogService, ServiceProcess
+from tests.spark.stored_checkpoint import StoredCheckpoint
 from tests.spark.test_checkpoint import COLUMNS, flights, ids
 from tests.support.object_store import BUCKET, ObjectStoreServer
 
@@ -236,9 +237,8 @@ class TwoDrivers:
     """Two services that run one pipe, its checkpoint in S3, and events that never cease."""
 
     def __init__(self, folder: Path, s3: ObjectStoreServer) -> None:
-        self._s3, self._place = s3, f"fleet/{folder.name}"
-        options = ["--checkpoints", f"s3a://{BUCKET}/{self._place}", "--s3-endpoint", s3.url]
-        options += ["--s3-path-style", "--s3-region", REGION]
+        place = f"fleet/{folder.name}"
+        self.checkpoint, options = StoredCheckpoint(s3, place, "p"), s3.options(place)
         (folder / "b").mkdir()
         (folder / "b" / "pipes.yaml").write_text(PIPES)
         (folder / "a").mkdir()
@@ -273,22 +273,13 @@ class TwoDrivers:
     def done(self) -> int:
         return sum(held.end for held in blocking.ends(self.first.log, "p.out").values())
 
-    def claim(self) -> int:
-        """The highest one; 0 before the first."""
-        names = [key.rpartition("/")[2] for key in self._s3.keys(f"{self._place}/p/claims/")]
-        return max((int(name) for name in names if name.isdigit()), default=0)
-
     def holder(self) -> ServiceProcess:
-        """Who has this claim, when it has begun."""
-        key = f"{self._place}/p/claims/{self.claim()}.alive"
-        life = orjson.loads(self._s3.client().get_object(Bucket=BUCKET, Key=key)["Body"].read())
-        return self.first if life["pid"] == self.first.pid else self.second
+        """Who has the claim, when it has begun."""
+        return self.first if self.checkpoint.holder() == self.first.pid else self.second
 
     def plans(self) -> list[dict[str, int]]:
-        """The ends of the planned batches, by partition, as far as Spark keeps them."""
-        keys = sorted(self._s3.keys(f"{self._place}/p/offsets/"), key=lambda key: int(key.rpartition("/")[2]))
-        texts = [self._s3.client().get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in keys]
-        return [orjson.loads(text.splitlines()[2])["topics"]["s"]["next"] for text in texts]
+        """The ends of the planned batches, by partition."""
+        return [plan["topics"]["s"]["next"] for plan in self.checkpoint.plans()]
 
 
 def test_two_drivers_frozen_in_turns(s3: ObjectStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,10 +296,10 @@ def test_two_drivers_frozen_in_turns(s3: ObjectStoreServer, tmp_path: Path, monk
             before = drivers.done
             wait_for(lambda before=before: drivers.done > before + 60, "events")  # type: ignore[misc]
             time.sleep(chance.random())  # at any step of a batch
-            claim, frozen = drivers.claim(), drivers.holder()
+            claim, frozen = drivers.checkpoint.claim(), drivers.holder()
             lines = frozen.output.read_text().count("query_ended_by_takeover")
             frozen.signal(signal.SIGSTOP)
-            wait_for(lambda claim=claim: drivers.claim() > claim, "the other one")  # type: ignore[misc]
+            wait_for(lambda claim=claim: drivers.checkpoint.claim() > claim, "the other one")  # type: ignore[misc]
             before, until = drivers.done, time.monotonic() + 20
             while (
                 drivers.done < before + 60 and time.monotonic() < until

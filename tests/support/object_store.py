@@ -69,6 +69,11 @@ class ObjectStoreServer:
         self._proxy.server_close()
         stop_child(self._moto, grace_s=0)
 
+    def options(self, place: str) -> list[str]:
+        """Of a transform whose checkpoints are at this place of the bucket. It needs CREDENTIALS, too."""
+        checkpoints = ["--checkpoints", f"s3a://{BUCKET}/{place}"]
+        return [*checkpoints, "--s3-endpoint", self.url, "--s3-path-style", "--s3-region", REGION]
+
     def client(self) -> Any:
         """Of boto3."""
         keys = {name.lower(): CREDENTIALS[name.upper()] for name in ("aws_access_key_id", "aws_secret_access_key")}

@@ -40,16 +40,17 @@ class SparkCluster:
         folder: Path,
         *,
         workers: int = 2,
+        cores: int = 1,
         memory_mb: int = 600,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """memory_mb: that each worker gives to executors. It limits Spark's book-keeping only, as the one core does.
+        """cores, memory_mb: that each worker gives to executors. They limit Spark's book-keeping only.
 
         environment: more variables of all these processes.
         """
         self._environment = dict(environment or {})
         self.folder = folder.absolute()
-        self._count, self._memory = workers, memory_mb
+        self._count, self._cores, self._memory = workers, cores, memory_mb
         self.port, self._ui_port = free_port(), free_port()
         self._master: subprocess.Popen[bytes] | None = None
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
@@ -107,7 +108,7 @@ class SparkCluster:
         return re.findall(r"Registered app \S+ with ID (\S+)", self.log("master"))
 
     def start_worker(self, number: int) -> None:
-        arguments = ["--host", "127.0.0.1", "--port", "0", "--webui-port", "0", "--cores", "1"]
+        arguments = ["--host", "127.0.0.1", "--port", "0", "--webui-port", "0", "--cores", str(self._cores)]
         arguments += ["--memory", f"{self._memory}m", "--work-dir", str(self.folder / f"work-{number}"), self.url]
         self._workers[number] = self._start(f"worker-{number}", [], "worker.Worker", arguments)
 
