@@ -48,7 +48,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 
 @pytest.fixture(scope="session")
 def kafka_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
-    """One broker, for no test here stops one. It runs beside Spark, in Spark's worker: a second Spark costs more."""
+    """One broker: test_cluster.py, which kills one, has its own. It runs in Spark's worker: a second Spark costs more."""
     cluster = KafkaCluster(tmp_path_factory.mktemp("kafka"), brokers=1)
     try:
         cluster.start(timeout_s=START_S)

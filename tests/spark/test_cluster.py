@@ -13,12 +13,14 @@ import pytest
 from pyarrow.parquet import write_table
 
 from services.core.aws_emulator import CREDENTIALS
+from services.core.broker.errors import Unavailable
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
 from tests.spark.broker_pipeline import BrokerPipeline
 from tests.spark.log_pipeline import event, numbers, wait_for
 from tests.spark.service_process import ServiceProcess
+from tests.support.kafka import describe_partitions, wait_until_all_are_known
 from tests.support.object_store import BUCKET, ObjectStoreServer
 from tests.support.secured_kafka import OPERATOR, SecuredKafka
 from tests.support.spark_cluster import SparkCluster
@@ -26,6 +28,7 @@ from tests.support.spark_cluster import SparkCluster
 pytestmark = [pytest.mark.kafka, pytest.mark.spark]
 
 COLUMNS = "n INT"
+START_S = 600.0
 _MODULE = """
 import services
 import spark.records
@@ -56,6 +59,18 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStoreS
         monkeypatch.setenv(name, value)
     with ObjectStoreServer(tmp_path) as server:
         yield server
+
+
+@pytest.fixture
+def kafka_cluster(tmp_path: Path) -> Iterator[KafkaCluster]:
+    """Three brokers, of which one may die: topics have three replicas, and two of them must have a record."""
+    cluster = KafkaCluster(tmp_path / "kafka")
+    try:
+        cluster.start(timeout_s=START_S)
+        asyncio.run(wait_until_all_are_known(cluster.bootstrap))
+        yield cluster
+    finally:
+        cluster.stop(grace_s=0)
 
 
 @pytest.fixture
@@ -146,15 +161,26 @@ def _run_on_two_workers(
     assert numbers(reports, "dead") == {1000}
 
 
-def test_workers_master_and_driver_come_and_go(
-    pipeline: BrokerPipeline, spark_cluster: SparkCluster, tmp_path: Path
+def test_workers_master_broker_and_driver_come_and_go(
+    pipeline: BrokerPipeline, kafka_cluster: KafkaCluster, spark_cluster: SparkCluster, tmp_path: Path
 ) -> None:
-    """If this fails, the end of a worker, of an executor, of the master or of a driver loses events or state, or stops a pipe for
-    good; or a driver whose application the master ended lives on uselessly."""
+    """If this fails, the end of a worker, of an executor, of the master, of one of three brokers or of a driver loses events or
+    state, or stops a pipe for good; or a driver whose application the master ended lives on uselessly."""
     total, batch = 1000, 40
+    first_broker = min(kafka_cluster.brokers)  # a new client asks it before the others
+    for topic in (pipeline.stream, f"{pipeline.pipe}.out"):
+        partitions = asyncio.run(describe_partitions(kafka_cluster.bootstrap, topic))
+        assert all(len(one["replicas"]) == 3 for one in partitions)
+        assert first_broker in {one["leader"] for one in partitions}, "its end would stop nobody"
+
+    def have_come(events: int) -> bool:
+        try:
+            return len(set(pipeline.ids_so_far())) >= events
+        except Unavailable:
+            return False  # the broker is gone, and nobody leads its partitions yet
 
     def wait_until_all_came(events: int) -> None:
-        wait_for(lambda: len(set(pipeline.ids_so_far())) >= events, f"{events} events")
+        wait_for(lambda: have_come(events), f"{events} events")
 
     pipeline.chosen(
         columns=COLUMNS, sql="SELECT event, n FROM {s}", max_events=batch, interval="50ms", deduplicate_within="1h"
@@ -171,13 +197,16 @@ def test_workers_master_and_driver_come_and_go(
         spark_cluster.kill_worker(0)
         spark_cluster.start_worker(0)
         wait_until_all_came(400)
-        send(pipeline, 400, 600)
+        send(pipeline, 400, 500)
+        kafka_cluster.kill(first_broker)
+        send(pipeline, 500, 600)
         spark_cluster.executors()[0].kill()
         wait_until_all_came(600)
         spark_cluster.kill_master()
         spark_cluster.start_master()
         wait_for(lambda: "pipe_on_standby" in second.output.read_text(), "a driver on standby")
         send(pipeline, 600, 800)
+        kafka_cluster.restart(first_broker, timeout_s=START_S)
         spark_cluster.end_application(application)
         send(pipeline, 800, total)
         assert driver.wait(600) == 1, "the driver lives on without an application"

@@ -1,5 +1,7 @@
 """Spark's own figures: in our metrics, and in the pipe's reports."""
 
+from typing import Any, NamedTuple
+
 import pytest
 from prometheus_client import REGISTRY
 from pyspark.sql import SparkSession
@@ -7,6 +9,7 @@ from pyspark.sql import SparkSession
 from services.core.broker.record import Record
 from services.core.event import ID
 from spark.figures import QueryFigures, TaskFigures
+from spark.java import jvm
 from tests.spark.log_pipeline import LogPipeline, wait_for
 
 
@@ -18,19 +21,57 @@ def phase(name: str) -> float:
     return metric("penstock_transform_batch_seconds_total", pipe="p", phase=name)
 
 
-def test_a_pipes_batches_and_state_are_measured(pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, nobody can see where the time of a batch goes, or how much a transform keeps."""
+class OpenState(NamedTuple):
+    """Memory of one part of a state in RocksDB. cache, buffers: hashes of the objects in Java. largest: bytes of the cache."""
+
+    cache: int
+    buffers: int
+    largest: int
+
+
+def open_states(spark: SparkSession) -> list[OpenState]:
+    """Of all queries. Spark has no public way to them."""
+    java = jvm(spark).java.lang
+
+    def private(of: Any, name: str) -> Any:
+        field = of.getClass().getDeclaredField(name)
+        field.setAccessible(True)
+        return field.get(of)
+
+    store = java.Class.forName("org.apache.spark.sql.execution.streaming.state.StateStore$").getField("MODULE$")
+    providers, found = private(store.get(None), "loadedProviders").values().iterator(), []
+    while providers.hasNext():
+        provider = providers.next()
+        if provider.getClass().getSimpleName() != "RocksDBStateStoreProvider":
+            continue
+        rocksdb = provider.rocksDB()
+        cache, buffers = (java.System.identityHashCode(private(rocksdb, n)) for n in ("lruCache", "writeBufferManager"))
+        largest = int(private(rocksdb, "db").getProperty("rocksdb.block-cache-capacity"))
+        found.append(OpenState(cache, buffers, largest))
+    return found
+
+
+def test_a_pipes_batches_and_state_are_measured(
+    pipeline: LogPipeline, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, nobody can see where the time of a batch goes, or how much a transform keeps; or each part of a state takes
+    memory of its own, and all together more than the host has."""
     monkeypatch.setattr("spark.reporter.HEARTBEAT_S", 0)
     before, spent = metric("penstock_transform_batches_total", pipe="p"), phase("addBatch")
     pipeline.send([Record(b"k", b"1", 1, ((ID, b"id-%d" % n),)) for n in range(30)])
     chosen = pipeline.pipe(sql="SELECT event, value FROM s", deduplicate_within="1h", max_events=10)
     pipeline.start(chosen)
     wait_for(lambda: metric("penstock_transform_state_rows", pipe="p") == 30, "the state of all batches")
+    parts = open_states(spark)
     pipeline.stop()
     assert pipeline.problem is None
     assert metric("penstock_transform_batches_total", pipe="p") - before >= 3
     assert phase("addBatch") > spent
     assert metric("penstock_transform_state_bytes", pipe="p", where="memory") > 0
+    assert len(parts) >= 2
+    assert len(set(parts)) == 1, "they do not share their memory"
+    assert parts[0].buffers, "what waits to be written is not bounded"
+    assert parts[0].largest == (1 << 30) // 4  # the memory of the fixture `spark`
     figures = [report.spark for report in pipeline.reports if report.spark is not None]
     assert sum(one.events for one in figures) == 30
     assert sum(one.batches for one in figures) >= 2  # the last one may end after the last report

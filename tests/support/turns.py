@@ -41,7 +41,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
         "tests/spark/test_too_much.py::test_one_event_of_four_million_rows",
     ),
     (
-        "tests/spark/test_cluster.py::test_workers_master_and_driver_come_and_go",
+        "tests/spark/test_cluster.py::test_workers_master_broker_and_driver_come_and_go",
         "tests/spark/test_kinesis_cluster.py::test_executors_and_drivers_die",
         "tests/spark/test_executor_group.py::test_executors_are_a_group",
     ),
