@@ -184,7 +184,7 @@ class ObjectLog:
             except Damaged:
                 continue  # it is in `damage` now
             except StoreUnavailable as error:
-                log.warning("registry_store_unavailable", error=str(error), hint="it is tried again")
+                log.warning("registry_store_unavailable", error=str(error), hint="the store is asked again")
 
     async def verify(self) -> None:
         """Read every stored entry again and compare it with what was applied. Sets `damage`. Raises StoreUnavailable."""

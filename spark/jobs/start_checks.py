@@ -311,8 +311,8 @@ def refuse_plan(prepared: Prepared, former: StatePlan) -> str | None:
 
 def _refuse(prepared: Prepared, differences: str) -> str:
     return (
-        f"it is not the transform that left its state over several events: {differences}. Its results would be made of both. "
-        "Try: the former one again; or this one in a pipe of another name, which reads the sources from their start, with "
+        f"the checkpoint has the state of another transform over several events: {differences}. The results would be made of "
+        "both. Try: the former one again; or this one in a pipe of another name, which reads the sources from their start, with "
         f"`removed: {{{prepared.pipe}: {{drop: WHY}}}}` in the pipe file for this name; or penstock group reset {prepared.pipe} "
         "--to-earliest, which reads the sources from their start under this name. In the last two cases all results come again, "
         "also those that were delivered. Receivers drop results whose ids they know: give new results other ids"

@@ -76,10 +76,10 @@ def test_another_transform_is_refused(changed: Prepared) -> None:
     folder = adopted()
     before = folder.identity
     said = changed_state(folder, changed) or ""
-    assert "not the transform that left its state" in said
+    assert "the state of another transform" in said
     for way in ("the former one again", "a pipe of another name", "penstock group reset p --to-earliest"):
         assert way in said
-    with pytest.raises(CheckpointDamaged, match="Its results would be made of both"):
+    with pytest.raises(CheckpointDamaged, match="The results would be made of both"):
         adopt_checkpoint(folder, changed, TOPICS, StoredMarks())
     assert folder.identity == before
 
