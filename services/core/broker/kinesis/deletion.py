@@ -51,5 +51,5 @@ async def _require_incarnation(incarnations: Incarnations, topic: str, incarnati
         limit = min(max(limit, 2 * took), timing.request)
     raise Unavailable(
         f"{topic} was not deleted: it took {took:.1f} s to learn which stream has this name. Another stream may have it now. "
-        "Try: the same command again, on a machine that is less busy"
+        "Try: the same again, on a machine that is less busy"
     )
