@@ -250,7 +250,7 @@ pipes:
     assert modes("--broker", f"log://{tmp_path / 'log'}") == dict.fromkeys("pqr", "broker")
     (tmp_path / "settings.yaml").write_text("transform: {master: 'spark://one:7077'}\n")
     assert shell.run("check", "--config", "settings.yaml") == 2
-    refused = "pipes.yaml:4: tables.names.parquet: the executors of spark://one:7077 read it, on other hosts"
+    refused = "pipes.yaml:4: tables.names.parquet: the executors of spark://one:7077 are on other hosts"
     assert refused in shell.said
     text = (tmp_path / "pipes.yaml").read_text()
     (tmp_path / "pipes.yaml").write_text(text.replace("parquet: names", 'parquet: "s3a://bucket/names"'))

@@ -145,7 +145,11 @@ class Access:
         except RuntimeError as error:  # uvloop's, for a connection that was just closed
             raise kafka.KafkaConnectionError(f"{host}:{port}: {error}") from error
         except Exception as error:  # an answer that no Kafka gives: aiokafka expects it nowhere, and would end a task
-            raise self._refuse(node, f"{host}:{port} is no Kafka: {type(error).__name__}", login.digest) from None
+            raise self._refuse(
+                node,
+                f"{host}:{port} is no Kafka: {type(error).__name__}. Try: the port of a Kafka listener",
+                login.digest,
+            ) from None
         self._accepted_at[node] = self._clock()
         if self._refusals.pop(node, None) is not None:
             log.info("kafka_access_accepted", node=f"{host}:{port}")
