@@ -503,7 +503,7 @@ def _log_damage(group: str, batch: Batch, damage: Damage) -> None:
         first=damage.first,
         last=damage.last,
         error=damage.detail,
-        hint="their stored bytes go to the dead letters; the partition continues. Try: check the disks of the brokers",
+        hint="the stored bytes of these records go to the dead letters. The partition continues. Try: check the brokers' disks",
     )
 
 

@@ -315,7 +315,9 @@ class Follower:
             if error.start < at:  # the topic was created again
                 self._known_up_to, self._newer_from = 0, None
         except DataDamaged as error:
-            log.warning("reports_damaged", ranges=error.ranges, hint="their minutes may show a false loss")
+            log.warning(
+                "reports_damaged", ranges=error.ranges, hint="the minutes of these reports may show a false loss"
+            )
             self._next = max(last for _, _, last in error.ranges) + 1
             metrics.LEDGER_REPORTS_GONE.inc(self._next - at)
         except UnknownTopic:  # the fleet has no ledger
@@ -326,7 +328,9 @@ class Follower:
         """Retention deleted reports before we read them."""
         if start > wanted:
             metrics.LEDGER_REPORTS_GONE.inc(start - wanted)
-            log.warning("reports_gone", wanted=wanted, start=start, hint="their minutes may show a false loss")
+            log.warning(
+                "reports_gone", wanted=wanted, start=start, hint="the minutes of these reports may show a false loss"
+            )
 
     def _apply(self, batch: Batch) -> None:
         now = self.now_ms()
