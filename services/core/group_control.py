@@ -103,7 +103,7 @@ class GroupControl:
             order = _ORDER.decode(await request.read())
             await self._groups.resize(group, order.seen, order.size, order.failed)
         except msgspec.MsgspecError:
-            return _problem(422, 'wanted: {"seen": 1, "size": 2}')
+            return _problem(422, 'send {"seen": 1, "size": 2}')
         except SizeRefused as error:
             return _problem(409 if error.again else 422, str(error))
         return await self._shown(group, 202)

@@ -178,7 +178,7 @@ class LedgerApi:
         try:
             wanted = _ANNOUNCEMENT.decode(body)
         except msgspec.MsgspecError as error:
-            example = 'Wanted: {"kind": "deploy" | "scaling" | "pause", "seconds": 600, "pipe": null, "by": "ci"}.'
+            example = 'Send {"kind": "deploy" | "scaling" | "pause", "seconds": 600, "pipe": null, "by": "ci"}.'
             raise Refused(problems.BAD_BODY, example) from error
         if wanted.pipe is not None:
             self._check_pipe(wanted.pipe)

@@ -263,7 +263,7 @@ class Api:
         except BrokerError:
             is_present = False
         if not is_present:
-            detail = f"{follower.stream}: the token is of another topic, and the table is not built from it yet."
+            detail = f"{follower.stream}: the token is of another topic. The table has not noticed a new topic yet."
             raise Refused(problems.NOT_READY, detail, retry_after=2)
         if token.topic != follower.topic:
             detail = "The stream was deleted and created again. Read the whole table again, and go on from its token."
