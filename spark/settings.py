@@ -174,7 +174,7 @@ def check_master(settings: TransformSettings, environ: Mapping[str, str] = os.en
         problems.append(Problem("master", "", text))
     if urlsplit(settings.broker).scheme == "kinesis" and not settings.checkpoints:
         text = (
-            "executors note beside the checkpoint how far they have read Kinesis, and its default is a folder of this host. "
+            "beside the checkpoint, executors note how far they have read Kinesis, but the default folder is on this host only. "
             "Try: an object store, or a folder that all hosts of the cluster mount"
         )
         problems.append(Problem("checkpoints", "", text))
@@ -185,7 +185,7 @@ def check_master(settings: TransformSettings, environ: Mapping[str, str] = os.en
         problems.append(Problem("master", "", text))
     if settings.spark_ui and not settings.driver_host:
         text = (
-            "without driver_host, Spark gives the address of its pages to the executors as the driver's. Try: driver_host: the "
+            "without driver_host, Spark tells the executors that its web pages' address is the driver's. Try: driver_host: the "
             "address at which executors reach this host"
         )
         problems.append(Problem("spark_ui", "", text))

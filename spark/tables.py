@@ -253,7 +253,10 @@ class TableRefresher:
             metrics.TABLE_FAILURES.labels(table.name).inc()
             if not backoff.failures:
                 log.error(  # noqa: TRY400  the error names the table and the cause; a stack would not help
-                    "table_not_refreshed", table=table.name, error=str(error), hint="its last content stays in use"
+                    "table_not_refreshed",
+                    table=table.name,
+                    error=str(error),
+                    hint="the table's last content stays in use",
                 )
             backoff.fail()
             return backoff.delay()

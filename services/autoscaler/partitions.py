@@ -141,7 +141,7 @@ class PartitionScaler:
                     await self._consider(window)
             except BrokerError as error:
                 if self._warned != str(error):
-                    log.warning("partitions_unknown", error=str(error), hint="it is tried again")
+                    log.warning("partitions_unknown", error=str(error), hint="the broker is asked again")
                 self._warned = str(error)
             await wait_for_stop(stopping, EVERY_S)
 
@@ -179,7 +179,12 @@ class PartitionScaler:
         # The entry may have taken long. Meanwhile the stream may have got its first key, or somebody else may have added some.
         mark = (await read_key_marks(self._broker.reader)).get(name)
         if why := _why_keyed(self._pipes.streams[name], mark):
-            log.warning("partitions_not_added", stream=name, reason=why, hint=f"{AUDIT} has an entry all the same")
+            log.warning(
+                "partitions_not_added",
+                stream=name,
+                reason=why,
+                hint=f"the entry in {AUDIT} was written before, and stays",
+            )
             return
         if (await self._broker.admin.topics()).get(name) == has:
             await self._broker.admin.add_partitions(name, partitions)

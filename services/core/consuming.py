@@ -315,7 +315,9 @@ class Membership:
         except (BrokerError, TimeoutError) as error:
             if not self._is_failing_to_commit:
                 reason = f"no result within {limit:g} s" if limit is not None and not str(error) else str(error)
-                log.warning("commit_failed", group=self._group, error=reason, hint="it is repeated at every interval")
+                log.warning(
+                    "commit_failed", group=self._group, error=reason, hint="the commit is repeated at every interval"
+                )
             self._is_failing_to_commit = True
         else:
             self._is_failing_to_commit = False
@@ -485,7 +487,7 @@ class GroupMember:
                 error=str(first),
                 kind=reason,
                 failures=self._retry.failures,
-                hint="it joins again by itself; nothing is lost. If topics are missing, try: penstock up",
+                hint="the member joins its group again by itself. Nothing is lost. If topics are missing, try: penstock apply",
                 exc_info=None if isinstance(first, BrokerError) else first,
             )
         return first
@@ -501,7 +503,7 @@ def _log_damage(group: str, batch: Batch, damage: Damage) -> None:
         first=damage.first,
         last=damage.last,
         error=damage.detail,
-        hint="their stored bytes go to the dead letters; the partition continues. Try: check the disks of the brokers",
+        hint="the stored bytes of these records go to the dead letters. The partition continues. Try: check the brokers' disks",
     )
 
 

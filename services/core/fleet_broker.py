@@ -42,9 +42,9 @@ def open_with_homes(url: str, pipes: PipeFile) -> AbstractAsyncContextManager[Br
     """As `open_fleet_broker`. It is a `SeveralBrokers` when the pipe file names brokers."""
     if is_kinesis(url):
         raise BadBrokerUrl(
-            "the pipe file names further brokers, and the fleet's own is Kinesis: a shard may be read five times a second, by "
-            "all processes together, so they cannot follow where streams live. Try: a pipe file without `brokers`, or a Kafka "
-            "as the fleet's own"
+            "the pipe file names `brokers`, and the fleet's own broker is Kinesis. On Kinesis, all processes together may read a "
+            "shard five times a second, so they cannot follow where streams live. Try: a pipe file without `brokers`, or Kafka "
+            "as the fleet's own broker"
         )
     openings = {}
     for name, address in pipes.brokers.items():

@@ -98,12 +98,12 @@ class GroupControl:
         self._check(request)
         group = request.match_info["group"]
         if request.content_length is None or request.content_length > MAX_BODY:
-            return _problem(413, "a short body with its length")
+            return _problem(413, f"the body needs a Content-Length of at most {MAX_BODY}")
         try:
             order = _ORDER.decode(await request.read())
             await self._groups.resize(group, order.seen, order.size, order.failed)
         except msgspec.MsgspecError:
-            return _problem(422, 'wanted: {"seen": 1, "size": 2}')
+            return _problem(422, 'send {"seen": 1, "size": 2}')
         except SizeRefused as error:
             return _problem(409 if error.again else 422, str(error))
         return await self._shown(group, 202)
@@ -122,7 +122,7 @@ class GroupControl:
         if not self._tokens.allows(request.headers.get("Authorization", "")):
             raise web.HTTPUnauthorized(text=f"a token of {self._whose} is needed")
         if request.match_info["group"] not in self._groups.names:
-            raise web.HTTPNotFound(text=f"resizable: {', '.join(self._groups.names)}")
+            raise web.HTTPNotFound(text=f"the groups here are {', '.join(self._groups.names)}")
 
     async def _shown(self, group: str, status: int) -> web.Response:
         """The group; 503 when it is not known now, also after a change that was made."""

@@ -192,7 +192,7 @@ class Dispatcher:
         if len(self._side_topics):
             yield Step("no write to a side topic has ended", self._side_topics.tries)
         if self._is_waiting and self.room():
-            yield Step("it does not poll although it has room", self._waits)
+            yield Step("the lane has room, and does not poll", self._waits)
         is_idle = not (self._sending or len(self._side_topics) or self._queue.is_timed)
         if is_idle and self._limit.events and not (self._stopped or self._suspended or self.gone.is_set()):
             yield Step("events are due and are not sent", self._ended)

@@ -135,7 +135,7 @@ class LaneMetrics:
                     topic=topic,
                     destination=destination,
                     events=count,
-                    hint="they stay where they are until the topic's retention ends. Try: penstock check",
+                    hint="these events stay where they are until the topic's retention ends. Try: penstock check",
                 )
 
     def flush(self) -> None:

@@ -104,7 +104,9 @@ class RemovedPipe:
                     is_failing = False
                 except BrokerError as error:
                     if not is_failing:
-                        log.warning("removed_unreadable", pipe=self.name, error=str(error), hint="it is tried again")
+                        log.warning(
+                            "removed_unreadable", pipe=self.name, error=str(error), hint="the topics are read again"
+                        )
                     is_failing = True
                 await wait_for_stop(stopping, _FIND_LANES_S)
 
@@ -285,7 +287,9 @@ class RemovedProcessor:
             raise error
         self._tries += 1
         if retry.fail():
-            log.warning("removed_unwritten", lane=self._lane, topic=topic, error=str(error), hint="it is tried again")
+            log.warning(
+                "removed_unwritten", lane=self._lane, topic=topic, error=str(error), hint="the write is repeated"
+            )
         await retry.wait()
 
     def _count(self, action: str, events: int) -> None:

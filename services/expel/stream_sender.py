@@ -137,7 +137,9 @@ class _CompactedRenderer(_ValueRenderer):
 
     def part(self, record: Record, headers: dict[str, bytes], event_id: bytes) -> bytes:
         if not record.key:
-            raise BadRecord("the stream is compacted, and the event has no key. Try: key, in the stream of its source")
+            raise BadRecord(
+                "the stream is compacted, and the event has no key. Try: `key` at the stream that is the source"
+            )
         return record.value or b""
 
     def usual_parts(

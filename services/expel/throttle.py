@@ -130,7 +130,7 @@ class SendThrottle:
                 lane=self._lane,
                 reason=failure.reason,
                 detail=failure.detail,
-                hint="its events wait; one request at a time tests whether its receiver is back. When: penstock status",
+                hint="its events wait. One request at a time tests whether its receiver is back; penstock status says when",
             )
 
     def start_slowly(self) -> None:

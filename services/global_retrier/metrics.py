@@ -55,7 +55,7 @@ class RetrierMetrics:
                     lane=lane,
                     reason=reason,
                     events=events[lane],
-                    hint="they stay in the pipe's retry topic until its retention ends. Try: penstock check",
+                    hint="these events stay in the pipe's retry topic until its retention ends. Try: penstock check",
                 )
 
     def set_next_due(self, queues: Iterable[DelayQueue]) -> None:

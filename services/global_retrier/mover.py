@@ -83,7 +83,10 @@ class Mover:
         metrics.RETRIER_MOVE_FAILURES.labels(topic, type(error).__name__).inc(len(failed))
         if isinstance(error, UnknownTopic) and await self._is_gone(topic):
             log.error(
-                "unknown_pipe", topic=topic, events=len(failed), hint="Try: penstock up with its pipe, then redrive"
+                "unknown_pipe",
+                topic=topic,
+                events=len(failed),
+                hint="the pipe file lacks the pipe of these events. Try: penstock up with this pipe, then penstock dead redrive",
             )
             return [
                 items[index]._replace(problem="unknown_pipe", detail=str(reason)) for index, reason in failed.items()

@@ -191,7 +191,7 @@ class AlarmWebhook:
                 except (aiohttp.ClientError, TimeoutError, OSError) as failure:
                     error = f"{type(failure).__name__}: {failure}"
                 retry.fail()
-        log.error("alarm_not_sent", alarm=alarm.id, error=error, hint="Try: is alarm_url right?")
+        log.error("alarm_not_sent", alarm=alarm.id, error=error, hint="Try: check alarm_url and its receiver")
         return False
 
     def _head(self, message_id: str, body: bytes) -> dict[str, str]:

@@ -52,7 +52,9 @@ class Backlogs:
         except (BrokerError, TimeoutError) as error:
             self._found.pop(asked, None)
             if not self._failing:
-                log.warning("backlog_unknown", group=group, topic=topic, error=str(error), hint="it is tried again")
+                log.warning(
+                    "backlog_unknown", group=group, topic=topic, error=str(error), hint="the broker is asked again"
+                )
             self._failing = True
             return
         self._failing = False

@@ -121,7 +121,7 @@ class DeadLetterReader:
             moved, position.caught_up, position.next = False, True, None
         except BrokerError as error:
             if position.problem is None:
-                log.warning("dead_letters_unreadable", topic=topic, error=str(error), hint="it is tried again")
+                log.warning("dead_letters_unreadable", topic=topic, error=str(error), hint="the topic is read again")
             position.problem = str(error)
             metrics.OBSERVER_TOPIC_UP.labels(topic).set(0)
             return False
@@ -235,5 +235,5 @@ class Api:
 
 def _limit(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST):
-        raise Refused(problems.BAD_PARAMETER, f"limit: a number from 1 to {MOST}.")
+        raise Refused(problems.BAD_PARAMETER, f"limit is a number from 1 to {MOST}.")
     return int(text)

@@ -47,7 +47,7 @@ class EventApi:
                 if query.get("pipe") not in (None, *self._pipes.pipes)
                 else problems.BAD_PARAMETER
             )
-            raise Refused(kind, "stream, pipe: names of the pipe file. GET /v1/pipes lists the pipes.") from None
+            raise Refused(kind, "stream and pipe are names of the pipe file. GET /v1/pipes lists the pipes.") from None
         if self._searching.locked():
             raise Refused(problems.BUSY, "Another event is being searched. Try again in a few seconds.")
         async with self._searching:

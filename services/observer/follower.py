@@ -181,7 +181,7 @@ class Follower:
                 self.problem = None
             except BrokerError as error:
                 if self.problem is None:
-                    log.warning("telemetry_unreadable", error=str(error), hint="it is tried again")
+                    log.warning("telemetry_unreadable", error=str(error), hint="the reports are read again")
                 self.problem, moved = str(error), False
             if not moved:
                 await wait_for_stop(stopping, TURN_S)
@@ -315,7 +315,9 @@ class Follower:
             if error.start < at:  # the topic was created again
                 self._known_up_to, self._newer_from = 0, None
         except DataDamaged as error:
-            log.warning("reports_damaged", ranges=error.ranges, hint="their minutes may show a false loss")
+            log.warning(
+                "reports_damaged", ranges=error.ranges, hint="the minutes of these reports may show a false loss"
+            )
             self._next = max(last for _, _, last in error.ranges) + 1
             metrics.LEDGER_REPORTS_GONE.inc(self._next - at)
         except UnknownTopic:  # the fleet has no ledger
@@ -326,7 +328,9 @@ class Follower:
         """Retention deleted reports before we read them."""
         if start > wanted:
             metrics.LEDGER_REPORTS_GONE.inc(start - wanted)
-            log.warning("reports_gone", wanted=wanted, start=start, hint="their minutes may show a false loss")
+            log.warning(
+                "reports_gone", wanted=wanted, start=start, hint="the minutes of these reports may show a false loss"
+            )
 
     def _apply(self, batch: Batch) -> None:
         now = self.now_ms()
@@ -397,7 +401,8 @@ class Follower:
             instance=report.instance,
             pipe=report.pipe,
             seconds=round((ahead_ms if ahead_ms > 0 else -late_ms) / 1000),
-            hint="its lags are wrong; of an ingest also the minutes of its events. Try: chronyc tracking, there and here",
+            hint="the lags of this instance are wrong. If it is an ingest, the minutes of its events are wrong, too. "
+            "Try: chronyc tracking, there and here",
         )
 
     async def _pass_time(self) -> None:
@@ -428,7 +433,11 @@ class Follower:
                 async for report in recover(self.table, self._recovery_reader, self.now_ms()):
                     await self._report_for(report)
             except BrokerError as error:
-                log.warning("recovery_failed", error=str(error), hint="its minutes stay open; it is tried again")
+                log.warning(
+                    "recovery_failed",
+                    error=str(error),
+                    hint="the minutes of the silent ingest stay open. The stream is read again",
+                )
             await asyncio.sleep(RECOVER_EVERY_S)
 
     async def _report_for(self, report: Report) -> None:

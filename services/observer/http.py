@@ -48,7 +48,7 @@ def read_query(request: web.Request, known: Mapping[str, Callable[[str], Any]]) 
     found: dict[str, Any] = {}
     for name, text in request.query.items():
         if name not in known or name in found or len(text) > _MAX_PARAMETER:
-            allowed = f"Known here, each at most once: {', '.join(known) or 'none'}."
+            allowed = f"This path takes these parameters, each at most once: {', '.join(known) or 'none'}."
             raise Refused(problems.BAD_PARAMETER, allowed)
         found[name] = known[name](text)
     return found
@@ -90,7 +90,7 @@ async def answer(
         response = _problem(problems.BAD_REQUEST._replace(status=error.status), error.reason)
     except Exception:  # the boundary: a fault of ours is logged once, counted, and answered as a problem
         log.exception("request_failed", path=request.path)
-        response = _problem(problems.INTERNAL, "The reason is in its log.")
+        response = _problem(problems.INTERNAL, "The reason is in the observer's log.")
     metrics.OBSERVER_REQUESTS.labels(str(response.status)).inc()
     return response
 
@@ -120,7 +120,9 @@ class AccessControl:
         if self._loopback and not is_loopback_authority(asked):
             raise Refused(problems.BAD_HOST, LOOPBACK_NAMES)
         if not self._loopback and not is_named_authority(asked, self._names):
-            raise Refused(problems.BAD_HOST, "It answers to its addresses and to the names in its setting names.")
+            raise Refused(
+                problems.BAD_HOST, "The observer answers to its addresses and to the names in its setting `names`."
+            )
         return await handler(request)
 
     @web.middleware
@@ -133,7 +135,9 @@ class AccessControl:
             raise Refused(problems.UNAUTHORIZED, "The observer has no tokens. Try: start it with --token-file")
         client = self._tokens.find(request.headers.get("Authorization", ""))
         if client is None:
-            raise Refused(problems.UNAUTHORIZED, "Authorization: Bearer, and a token of the observer's --token-file.")
+            raise Refused(
+                problems.UNAUTHORIZED, "Send Authorization: Bearer, with a token of the observer's --token-file."
+            )
         request[CLIENT] = client
         return await handler(request)
 

@@ -137,7 +137,7 @@ class LedgerApi:
         """Announce a planned action that begins now."""
         read_query(request, {})
         if request.content_type != "application/json":  # a page of another origin cannot send it without a preflight
-            raise Refused(problems.NOT_JSON, "Content-Type: application/json.")
+            raise Refused(problems.NOT_JSON, "Send Content-Type: application/json.")
         window = self._read_window(await request.read(), request.get(CLIENT, ""))
         try:
             await self._follower.announce(window)
@@ -148,7 +148,7 @@ class LedgerApi:
             raise Refused(problems.TOO_MANY_WINDOWS, f"{error}.") from error
         except BrokerError as error:
             raise Refused(
-                problems.BROKER_AWAY, "It was not stored. Try again: announcing it twice does no harm."
+                problems.BROKER_AWAY, "The action was not stored. Try again: it may be announced twice."
             ) from error
         return json_answer(_window_json(window), status=201)
 
@@ -165,7 +165,7 @@ class LedgerApi:
         except NoSuchWindow as error:
             raise Refused(problems.PLANNED_NOT_FOUND, "GET /v1/planned lists the actions of the last day.") from error
         except BrokerError as error:
-            raise Refused(problems.BROKER_AWAY, "It was not stored. Try again.") from error
+            raise Refused(problems.BROKER_AWAY, "The end was not stored. Try again.") from error
         return json_answer(_window_json(window))
 
     async def _write_audit(self, action: str, window: Window, by: str, asked_with: str) -> None:
@@ -178,12 +178,12 @@ class LedgerApi:
         try:
             wanted = _ANNOUNCEMENT.decode(body)
         except msgspec.MsgspecError as error:
-            example = 'Wanted: {"kind": "deploy" | "scaling" | "pause", "seconds": 600, "pipe": null, "by": "ci"}.'
+            example = 'Send {"kind": "deploy" | "scaling" | "pause", "seconds": 600, "pipe": null, "by": "ci"}.'
             raise Refused(problems.BAD_BODY, example) from error
         if wanted.pipe is not None:
             self._check_pipe(wanted.pipe)
         if not 1 <= wanted.seconds <= MAX_LENGTH_MS // 1000:
-            raise Refused(problems.BAD_BODY, f"seconds: from 1 to {MAX_LENGTH_MS // 1000}.")
+            raise Refused(problems.BAD_BODY, f"seconds is a number from 1 to {MAX_LENGTH_MS // 1000}.")
         now = now_ms()
         return Window(wanted.kind, wanted.pipe, now, now + wanted.seconds * 1000, wanted.by[:100], asked_with)
 
@@ -232,7 +232,7 @@ def format_minute(minute: int) -> str:
 
 def read_minute(text: str) -> int:
     """From `format_minute`, `2h` (ago), or any RFC 3339 time in it. Raises Refused."""
-    return read_time(text, "A minute: 5m (ago), or 2026-11-21T08:05Z.") // MINUTE_MS
+    return read_time(text, "A minute is written as 5m (ago) or 2026-11-21T08:05Z.") // MINUTE_MS
 
 
 def _read_span(request: web.Request) -> tuple[int, int]:
@@ -240,7 +240,9 @@ def _read_span(request: web.Request) -> tuple[int, int]:
     last = query.get("to", now_ms() // MINUTE_MS)
     first = query.get("from", last - DEFAULT_MINUTES + 1)
     if not 0 <= last - first < MAX_MINUTES:
-        raise Refused(problems.BAD_PARAMETER, f"from, to: at most {MAX_MINUTES} minutes, oldest first.")
+        raise Refused(
+            problems.BAD_PARAMETER, f"from is not after to. From one to the other are at most {MAX_MINUTES} minutes."
+        )
     return first, last
 
 

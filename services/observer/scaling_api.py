@@ -52,15 +52,17 @@ class ScalingApi:
         """Keep the report in place of the group's last one."""
         read_query(request, {})
         if request.content_type != "application/json":  # a page of another origin cannot send it without a preflight
-            raise Refused(problems.NOT_JSON, "Content-Type: application/json.")
+            raise Refused(problems.NOT_JSON, "Send Content-Type: application/json.")
         try:
             report = _REPORT.decode(await request.read())
         except msgspec.MsgspecError as error:
-            raise Refused(problems.BAD_BODY, "The autoscaler's report about a group, as in /openapi.json.") from error
+            raise Refused(
+                problems.BAD_BODY, "Send an autoscaler's report about a group, as in /openapi.json."
+            ) from error
         if report.group != request.match_info["group"] or not 1 <= len(report.group) <= _MAX_NAME:
-            raise Refused(problems.BAD_BODY, f"group: the name in the path, of at most {_MAX_NAME} characters.")
+            raise Refused(problems.BAD_BODY, f"group is the name in the path, of at most {_MAX_NAME} characters.")
         if not 0 <= report.at_ms <= _MAX_TIME_MS:
-            raise Refused(problems.BAD_BODY, "at_ms: milliseconds since 1970.")
+            raise Refused(problems.BAD_BODY, "at_ms is a number of milliseconds since 1970.")
         self._reports.keep(report, now_ms())
         return json_answer(report_json(report))
 

@@ -234,7 +234,7 @@ class SnapshotLog:
                         table = make_table()
                         return table, await self._load(candidate, manifest, table, gone)
                     except ValueError as error:
-                        log.warning("snapshot_unreadable", error=str(error), hint="the one before it is read")
+                        log.warning("snapshot_unreadable", error=str(error), hint="the snapshot before it is read")
             self._stored, self._written, self._last = {}, 0, -1
             return None
 
@@ -367,7 +367,7 @@ def _join(record: Record, pieces: dict[bytes, dict[int, bytes]]) -> _Manifest | 
     except ValueError as error:
         if record.header(_FORMAT) != _VERSION:
             metrics.NOT_UNDERSTOOD.labels("snapshot", "version").inc()
-        log.warning("snapshot_unreadable", error=str(error), hint="the one before it is read")
+        log.warning("snapshot_unreadable", error=str(error), hint="the snapshot before it is read")
         return None
 
 

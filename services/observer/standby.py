@@ -50,9 +50,7 @@ class SpeakerLock:
             try:
                 await self._take_part(stopping)
             except BrokerError as error:
-                log.warning(
-                    "speaker_unknown", error=str(error), hint="this observer raises no alarms; it is tried again"
-                )
+                log.warning("speaker_unknown", error=str(error), hint="this observer raises no alarms. It joins again")
             await self._lose()
             self.decided.set()
             await wait_for_stop(stopping, RETRY_S)

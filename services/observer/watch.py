@@ -102,7 +102,12 @@ class Watch:
     def _raise(self, alarm: Alarm) -> None:
         if self._webhook is not None and not self.follower.untold.add(alarm):
             metrics.LEDGER_ALARMS_UNTOLD.labels("queue_full").inc()
-            log.error("alarm_not_sent", alarm=alarm.id, error="too many alarms wait", hint="Try: is alarm_url right?")
+            log.error(
+                "alarm_not_sent",
+                alarm=alarm.id,
+                error="too many alarms wait",
+                hint="Try: check alarm_url and its receiver",
+            )
 
     def on_drifts(self, pipe: str, drifts: Iterable[Drift], now: int) -> None:
         """Raise an alarm for each drift that was not seen for an hour, except in a planned window."""

@@ -41,7 +41,7 @@ async def start(settings: RegistrySettings, supervision: Supervision) -> None:
     pipes = await asyncio.to_thread(load_pipes, settings.pipes)
     show_expected(pipes, ledger=settings.ledger, registry=True)  # of two, the one that is left says so
     if not settings.schemas:
-        hint = "if it is false in all services, PenstockComponentDown ends a day after the last registry has gone. "
+        hint = "if this setting is false in all services, PenstockComponentDown ends one day after the last registry stopped. "
         hint += "Try: PENSTOCK_SCHEMAS=true for all services"
         log.warning("setting_schemas_is_false", hint=hint)
     loopback = is_loopback(parse_address(settings.listen)[0])
@@ -97,7 +97,7 @@ async def load_when_reachable(entries: ObjectLog, readiness: Readiness, stopping
         except StoreUnavailable as error:
             readiness.set_reason(f"the store cannot be read: {error}")
             if retry.fail():
-                log.warning("store_unavailable", error=str(error), hint="it is tried again")
+                log.warning("store_unavailable", error=str(error), hint="the store is read again")
             await retry.wait(stopping)
         else:
             return True

@@ -264,7 +264,9 @@ class ConfluentApi:
         if is_true(request, "defaultToGlobal"):
             return str(getattr(self._catalog, what))
         kind = problems.LEVEL_NOT_SET if what == "level" else problems.MODE_NOT_SET
-        raise Refused(kind, "The default applies. Ask with defaultToGlobal=true, or without the subject.")
+        raise Refused(
+            kind, "The subject has none, so the default applies. Ask with defaultToGlobal=true, or without the subject."
+        )
 
     async def _reset(self, request: web.Request, what: str) -> str:
         subject = _named(request)
@@ -291,7 +293,7 @@ async def read_candidate(
     kind = body.get("schemaType") or "AVRO"
     if kind != "AVRO":
         named = f"{kind} is not supported: only" if kind in _OTHER_TYPES else "Only"
-        raise Refused(problems.BAD_SCHEMA, f"{named} schemas of the type AVRO are registered here.")
+        raise Refused(problems.BAD_SCHEMA, f"{named} schemas of the type AVRO can be registered here.")
     text = body.get("schema")
     if not isinstance(text, str):
         raise Refused(problems.BAD_SCHEMA, 'The member schema is missing, or no string: {"schema": "{\\"type\\": …}"}.')
@@ -364,4 +366,4 @@ def _number(text: str | None) -> int:
     try:
         return int(text or 0)
     except ValueError:
-        raise Refused(problems.BAD_PARAMETER, "offset, limit: numbers.") from None
+        raise Refused(problems.BAD_PARAMETER, "offset and limit are numbers.") from None

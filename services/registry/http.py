@@ -110,7 +110,7 @@ def _explain(request: web.Request, error: Exception) -> Refused:
         case web.HTTPException():
             return Refused(problems.BAD_REQUEST._replace(status=error.status), error.reason)
     log.exception("request_failed", path=request.path)
-    return Refused(problems.INTERNAL, "The reason is in its log.")
+    return Refused(problems.INTERNAL, "The reason is in the registry's log.")
 
 
 _DELETED = (
@@ -161,7 +161,9 @@ class Access:
         if self._loopback and not is_loopback_authority(asked):
             raise Refused(problems.BAD_HOST, LOOPBACK_NAMES)
         if not self._loopback and not is_named_authority(asked, self._names):
-            raise Refused(problems.BAD_HOST, "It answers to its addresses and to the names in its setting names.")
+            raise Refused(
+                problems.BAD_HOST, "The registry answers to its addresses and to the names in its setting `names`."
+            )
 
     def authenticate(self, given: list[str]) -> ApiKey | None:
         """The key of these headers; None when none is needed. Raises Refused."""

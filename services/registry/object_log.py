@@ -93,7 +93,7 @@ class ObjectLog:
             while behind := await self._numbers_after(entry_name(self.number)):
                 near = [number for number in behind if number <= self.number + len(behind) + _MOST_MISSING]
                 for number in behind[len(near) :]:
-                    self._record_damage(entry_name(number), _far(number, self.number))
+                    self._record_damage(entry_name(number), _far(entry_name(number), self.number))
                 if not near:
                     break
                 await self._read_to(near[-1])
@@ -184,7 +184,7 @@ class ObjectLog:
             except Damaged:
                 continue  # it is in `damage` now
             except StoreUnavailable as error:
-                log.warning("registry_store_unavailable", error=str(error), hint="it is tried again")
+                log.warning("registry_store_unavailable", error=str(error), hint="the store is asked again")
 
     async def verify(self) -> None:
         """Read every stored entry again and compare it with what was applied. Sets `damage`. Raises StoreUnavailable."""
@@ -241,7 +241,7 @@ class ObjectLog:
             found = await self._objects.get([segment_name(number) for number in some])
             for number, content in zip(some, found, strict=True):
                 if number * SEGMENT > self.number + _MOST_MISSING:
-                    self._record_damage(segment_name(number), _far(number * SEGMENT, self.number))
+                    self._record_damage(segment_name(number), _far(segment_name(number), self.number))
                     return
                 await self._read_segment(number, content or b"")
 
@@ -335,8 +335,8 @@ class ObjectLog:
             log.warning("registry_segment_not_written", error=str(error), hint="the next start writes it")
 
 
-def _far(number: int, last: int) -> str:
-    return f"more than {_MOST_MISSING:,} objects are missing between {last} and {number}. Try: remove it, if it is not ours"
+def _far(name: str, last: int) -> str:
+    return f"more than {_MOST_MISSING:,} entries are missing between {last} and object {name}. Try: remove it, if it is not ours"
 
 
 def _replaced(number: int) -> str:

@@ -345,7 +345,7 @@ class Registrar:
             async with asyncio.timeout(WITHIN_S):
                 await self.log.writing.acquire()
         except TimeoutError:
-            raise Refused(problems.BUSY, f"It had no turn within {WITHIN_S:.0f} s. Try again.") from None
+            raise Refused(problems.BUSY, f"The registration had no turn within {WITHIN_S:.0f} s. Try again.") from None
         finally:
             self._waiting -= 1
 

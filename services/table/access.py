@@ -34,7 +34,7 @@ class Access:
             return key
         raise Refused(
             problems.NO_VALID_KEY,
-            "The header Authorization is missing, has another scheme than Bearer, or its key is unknown or revoked.",
+            "The header Authorization is missing, has another scheme than Bearer, or its key is unknown, revoked or expired.",
         )
 
     def authorise(self, key: ApiKey | None, stream: str) -> None:

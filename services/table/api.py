@@ -124,7 +124,7 @@ class Api:
         asked = _read_query(request.query, known)
         if "changes_after" in asked or _STREAM.decode() in request.headers.get("accept", ""):
             if asked.keys() - {"changes_after", "prefix"}:
-                raise Refused(problems.BAD_PARAMETER, "With changes_after only prefix is known.")
+                raise Refused(problems.BAD_PARAMETER, "With changes_after, this path takes only prefix.")
             return self._changes(follower, asked, request)
         wanted: Token | None = asked.pop("at_least", None)
         if wanted is None or _has(follower, wanted):
@@ -263,7 +263,7 @@ class Api:
         except BrokerError:
             is_present = False
         if not is_present:
-            detail = f"{follower.stream}: the token is of another topic, and the table is not built from it yet."
+            detail = f"{follower.stream}: the token is of another topic. The table has not noticed a new topic yet."
             raise Refused(problems.NOT_READY, detail, retry_after=2)
         if token.topic != follower.topic:
             detail = "The stream was deleted and created again. Read the whole table again, and go on from its token."
@@ -355,7 +355,9 @@ def _read_query(query: str, known: Mapping[str, Callable[[str], Any]]) -> dict[s
         pairs = [("", "")] if query else []
     for name, text in pairs:
         if name not in known or name in found:
-            raise Refused(problems.BAD_PARAMETER, f"Known here, each at most once: {', '.join(known)}.")
+            raise Refused(
+                problems.BAD_PARAMETER, f"This path takes these parameters, each at most once: {', '.join(known)}."
+            )
         found[name] = known[name](text)
     return found
 
@@ -377,7 +379,7 @@ def _cursor(text: str) -> bytes:
     try:
         return base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True)[:MAX_KEY_BYTES]
     except ValueError:
-        raise Refused(problems.BAD_PARAMETER, "The cursor is not the member next of an answer.") from None
+        raise Refused(problems.BAD_PARAMETER, "The cursor is not the value of the member next of an answer.") from None
 
 
 def _limit(text: str) -> int:
@@ -391,6 +393,6 @@ def _token(text: str) -> Token:
     if found is None:
         raise Refused(
             problems.BAD_PARAMETER,
-            "The token is not one: a mark of the topic, a dot, and partition:offset joined by commas.",
+            "The token is not valid. A token is a mark of the topic, a dot, and partition:offset joined by commas.",
         )
     return found

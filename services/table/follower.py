@@ -347,7 +347,10 @@ class Follower:
             metrics.TABLE_READ_FAILURES.labels(self.stream, kind).inc()
         if is_new or isinstance(error, DataDamaged):
             log.error(
-                "table_waits", stream=self.stream, error=str(error), hint="it is tried again; the table falls behind"
+                "table_waits",
+                stream=self.stream,
+                error=str(error),
+                hint="the stream is read again. Meanwhile the table falls behind",
             )
 
     async def _write(self, work: Callable[[Store], None]) -> None:

@@ -365,4 +365,4 @@ def _bad(detail: str) -> Refused:
 
 def _fault(error: Exception) -> Answer:
     log.exception("request_failed", kind=type(error).__name__, exc_info=error)
-    return refuse(Refused(problems.INTERNAL, "The reason is in its log.", ends=True))
+    return refuse(Refused(problems.INTERNAL, "The reason is in the log of the table service.", ends=True))

@@ -105,11 +105,13 @@ class ExecutorGroup:
     async def resize(self, group: str, seen: int, size: int, failed: Collection[str]) -> None:
         """Executors that leave finish their tasks. The one with the least to do leaves first, or one that has failed."""
         if not self._limits.least <= size <= self._limits.most:
-            raise SizeRefused(f"from {self._limits.least} to {self._limits.most} executors", again=False)
+            raise SizeRefused(
+                f"the group may have from {self._limits.least} to {self._limits.most} executors", again=False
+            )
         if seen != self._size:
             raise SizeRefused(f"{self._size} executors are ordered, not {seen}", again=True)
         if size < seen - 1:
-            raise SizeRefused("one executor fewer at a time", again=False)
+            raise SizeRefused("the group may shrink by one executor at a time", again=False)
         self._check_works()
         await self._run(self._resize(size, failed))
 

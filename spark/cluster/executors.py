@@ -84,7 +84,7 @@ class ExecutorWatch:
                 "executors_lost",
                 executors=sorted(lost),
                 left=len(state.ids),
-                hint="their tasks run again; the lines of Spark before this one have the reasons",
+                hint="their tasks run again. The lines of Spark before this one have the reasons",
             )
 
     def count(self) -> int:
@@ -103,7 +103,7 @@ class ExecutorWatch:
         """Raise ExecutorsGoneError when this application has no future."""
         with self._lock:
             if self._state is not None and self._state.stopped:
-                hint = "the lines of Spark before this one have the reason. Try: nothing, the next start is a new application"
+                hint = "the lines of Spark before this one have the reason. Try: nothing; the next start is a new application"
                 raise ExecutorsGoneError(f"{self._master} has ended the application: {hint}")
             if self._waited > WITHOUT_S:
                 hint = (

@@ -332,7 +332,7 @@ def _lock(folder: Path) -> Iterator[str]:
         except BlockingIOError:
             holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
             raise CheckpointInUse(
-                f"checkpoint {folder} is in use by process {holder}, and two queries would do each event twice"
+                f"checkpoint {folder} is in use by process {holder}, and two queries would process each event twice"
             ) from None
         token = uuid.uuid4().hex
         os.ftruncate(lock, 0)

@@ -102,7 +102,7 @@ class FailureStreak:
         """Some events of a batch failed. Call it before they are rejected. Raises TransformBroken: then reject none."""
         length = 0 if passed else self._length + failed
         if length >= ALL_FAILED:
-            raise TransformBroken(f"it failed on the last {length} events, all there were, e.g.: {example}")
+            raise TransformBroken(f"it failed on the last {length} events, and none passed, e.g.: {example}")
         self._save(length)
 
     def reset(self) -> None:

@@ -119,14 +119,14 @@ def _why_not(
     transform = prepared.transform
     if not broker.real_time:
         return Reason(
-            "broker", "only Kafka can be read in real-time mode. Try: a broker kafka://HOST:9092, where seconds matter"
+            "broker", "only Kafka can be read in real-time mode. If seconds matter, try: a broker kafka://HOST:9092"
         )
     if transform.python is not None:
         return Reason("python", "Spark runs no Python functions in real-time mode. Try: write the transform in SQL")
     if transform.deduplicate_within is not None:
         return Reason(
             "deduplication",
-            "deduplicate_within needs micro-batches. Try: leave it out, where receivers recognise repeated events by their id",
+            "deduplicate_within needs micro-batches. If receivers recognise repeated events by their id, try: leave it out",
         )
     if not prepared.row_by_row:
         return Reason(
@@ -134,17 +134,17 @@ def _why_not(
             "the transform works on several events. Try: a pipe of its own for the part that treats each event by itself",
         )
     if "interval" in transform.model_fields_set:
-        return Reason("interval", "interval is set, which is of micro-batches. Try: leave it out")
+        return Reason("interval", "interval is set, and only micro-batches have one. Try: leave it out")
     if settings.batch_timeout * SLOW < REAL_TIME_BATCH_S * 2:
         return Reason(
             "batch_timeout",
-            "a batch in real-time mode lasts 15 s, which is long for this batch_timeout. Try: a longer one",
+            "a batch in real-time mode lasts 15 s, and batch_timeout is too short for that. Try: a longer batch_timeout",
         )
     if not prepared.out.carries_events:
         return Reason(
             "new_events",
-            "the transform makes new events, which get their origins by the micro-batch. Try: return `event`, where each result "
-            "stands for one event",
+            "the transform makes new events, which get their origins by the micro-batch. If each result stands for one event, "
+            "try: return `event`",
         )
     if prepared.obstacle:
         return Reason("plan", f"the transform {prepared.obstacle}. Try: a pipe of its own for what works without that")
@@ -160,7 +160,8 @@ def _prepare_real_time(
 ) -> tuple[Prepared, Reason | None]:
     """The pipe in real-time mode, where `event` has one more field: its results must not show it."""
     reason = Reason(
-        "event", "it returns the fields of `event`, which has one more in real-time mode. Try: naming the fields"
+        "event",
+        "it returns all fields of `event`, and `event` has one more field in real-time mode. Try: name the fields",
     )
     try:
         live = prepare_pipe(session, selected, prepared.pipe, max_bytes=broker.max_record_bytes, real_time=True)
@@ -179,8 +180,8 @@ def _why_checkpoint_does_not(session: SparkSession, settings: TransformSettings,
         if identity.kind == PER_BATCH and (len(prepared.views) > 1 or list(identity.topics) != list(prepared.views)):
             return Reason(
                 "checkpoint",
-                "its checkpoint has several sources in one, which real-time mode cannot read. Try: a new checkpoint "
-                f"(penstock group reset {prepared.pipe} --to-earliest)",
+                "its checkpoint was made in micro-batches with several sources. Try: a new checkpoint, which writes all events "
+                f"again (penstock group reset {prepared.pipe} --to-earliest)",
             )
         if identity.ran and checkpoint.newest("commits") is None:
             return Reason(
@@ -188,7 +189,7 @@ def _why_checkpoint_does_not(session: SparkSession, settings: TransformSettings,
                 "its first batch is planned and not done. Try: another start of the service, after that batch",
             )
     except (CheckpointDamaged, *JAVA_ERRORS):
-        return Reason("checkpoint", "its checkpoint cannot be read. Try: what the failure of its query says")
+        return Reason("checkpoint", "its checkpoint cannot be read. Try: what the error of its query says")
     return None
 
 

@@ -89,7 +89,7 @@ def why_no_state(settings: TransformSettings, prepared: Prepared) -> str | None:
     if settings.checkpoints or not keeps_state or settings.master_kind() is MasterKind.LOCAL:
         return None
     return (
-        "its state over batches is written by the executors, and the checkpoints are in a folder of this host. "
+        "the executors write its state over batches, but the checkpoints are in a folder of this host. "
         "Try: --checkpoints with an object store or a folder that all executors see, too"
     )
 
@@ -284,7 +284,9 @@ def changed_state(checkpoint: Checkpoint, prepared: Prepared) -> str | None:
     found = checkpoint.read_identity()
     if found is None or checkpoint.newest("offsets") is None:
         if found is not None and found.begins and prepared.state:
-            return f"it begins at a time, and cannot keep state. Try: penstock group reset {found.pipe} --to-earliest"
+            return (
+                f"it was reset to a time, so it cannot keep state. Try: penstock group reset {found.pipe} --to-earliest"
+            )
         return None
     same_text = found.state == prepared.state or (not found.state and found.transform == _digest(prepared))
     if prepared.state and same_text:
@@ -311,8 +313,8 @@ def refuse_plan(prepared: Prepared, former: StatePlan) -> str | None:
 
 def _refuse(prepared: Prepared, differences: str) -> str:
     return (
-        f"it is not the transform that left its state over several events: {differences}. Its results would be made of both. "
-        "Try: the former one again; or this one in a pipe of another name, which reads the sources from their start, with "
+        f"the checkpoint has the state of another transform over several events: {differences}. The results would be made of "
+        "both. Try: the former one again; or this one in a pipe of another name, which reads the sources from their start, with "
         f"`removed: {{{prepared.pipe}: {{drop: WHY}}}}` in the pipe file for this name; or penstock group reset {prepared.pipe} "
         "--to-earliest, which reads the sources from their start under this name. In the last two cases all results come again, "
         "also those that were delivered. Receivers drop results whose ids they know: give new results other ids"

@@ -202,7 +202,7 @@ class StreamingPlanQuery:
         found = len(query.checkpoint.offsets(self._last_batch, query.broker.parse_offsets))
         if found > max(slots, self._partitions):
             if query.prepared.fallback is not None:
-                raise MorePartitions(f"{found} partitions, and task slots for {slots}")
+                raise MorePartitions(f"there are {found} partitions, and task slots for {slots} of them")
             log.error("partitions_are_not_read", pipe=query.pipe, partitions=found, task_slots=slots, hint=_MORE_SLOTS)
         self._partitions = found
 

@@ -283,7 +283,7 @@ def _mistake(session: SparkSession, result: StructType, where: str) -> str | Non
         if not isinstance(kind, BooleanType):
             return f"is {kind.simpleString()}, not a condition. Try: a comparison, as in amount > 100"
         if {str(node.nodeName()) for node in walk(plan)} - {"Project", "LocalRelation", "LogicalRDD"}:
-            return "must look at one row alone. Try: aggregates, windows and subqueries in the transform itself"
+            return "must look at one row alone. Try: put aggregates, windows and subqueries into the transform itself"
         if parts := nondeterministic_parts(frame):
             return (
                 f"gives another answer when a batch is computed again after a crash: {', '.join(parts)}. "

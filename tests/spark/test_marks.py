@@ -102,7 +102,7 @@ def test_checkpoints_of_earlier_versions() -> None:
 
 def test_a_refused_checkpoint_gets_no_mark() -> None:
     """Broken: a transform of another kind, which never ran, counts as begun."""
-    for sql, rows, problem in ((HALF, False, "Its results would be made of both"), (ROWS, True, "this one runs")):
+    for sql, rows, problem in ((HALF, False, "The results would be made of both"), (ROWS, True, "this one runs")):
         marks, folder = StoredMarks(), adopted()
         with pytest.raises(CheckpointDamaged, match=problem):
             adopt_checkpoint(folder, prepared(sql, row_by_row=rows), TOPICS, marks)

@@ -149,7 +149,7 @@ pipes:
     with pytest.raises(BadConfiguration) as caught:
         check_tables(settings, selected)
     (found,) = caught.value.problems
-    assert str(found).startswith(f"{path}:4: tables.names.parquet: the executors of {master} read it, on other hosts")
+    assert str(found).startswith(f"{path}:4: tables.names.parquet: the executors of {master} are on other hosts")
 
 
 def test_the_code_for_executors_is_that_of_the_wheel(tmp_path: Path) -> None:

@@ -76,10 +76,10 @@ def test_another_transform_is_refused(changed: Prepared) -> None:
     folder = adopted()
     before = folder.identity
     said = changed_state(folder, changed) or ""
-    assert "not the transform that left its state" in said
+    assert "the state of another transform" in said
     for way in ("the former one again", "a pipe of another name", "penstock group reset p --to-earliest"):
         assert way in said
-    with pytest.raises(CheckpointDamaged, match="Its results would be made of both"):
+    with pytest.raises(CheckpointDamaged, match="The results would be made of both"):
         adopt_checkpoint(folder, changed, TOPICS, StoredMarks())
     assert folder.identity == before
 
@@ -154,7 +154,7 @@ def test_a_transform_that_begins_at_a_time_gets_no_state() -> None:
     rows, begins = prepared("SELECT * FROM s", row_by_row=True), {"s": {0: 5}}
     found = adopt_checkpoint(folder, rows, TOPICS, StoredMarks(), begins_of=lambda *_: Beginning(begins))
     assert (found.begins, found.version) == (begins, 2), "0.1 would read the first batch from the oldest record on"
-    assert "it begins at a time, and cannot keep state. Try: penstock group reset p --to-earliest" in (
+    assert "it was reset to a time, so it cannot keep state. Try: penstock group reset p --to-earliest" in (
         changed_state(folder, prepared(HOUR)) or ""
     )
     assert changed_state(folder, rows) is None

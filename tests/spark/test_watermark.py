@@ -257,7 +257,7 @@ def test_another_transform_does_not_go_on_with_the_state(pipeline: LogPipeline, 
         edited = pipeline.pipe(watermark="1m", interval="50ms", **changed)
         prepared = pipeline.prepare(edited)
         with pytest.raises(
-            BadConfiguration, match=r"pipes\.p\.transform\.sql: it is not the transform .* Try: the former"
+            BadConfiguration, match=r"pipes\.p\.transform\.sql: the checkpoint has the state .* Try: the former"
         ):
             check_suitability(spark, settings, broker, edited, [prepared])
         with pytest.raises(CheckpointDamaged, match="results would be made of both"), pipeline.query(edited):

@@ -57,7 +57,7 @@ class Topics:
                 self._unknown = text
             if not self._is_failing:
                 log.warning(
-                    "freezes_unreadable", error=text, hint="those that are known stay in force; it is tried again"
+                    "freezes_unreadable", error=text, hint="the known freezes stay in force. The topic is read again"
                 )
             self._is_failing = True
             return

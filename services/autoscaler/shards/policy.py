@@ -43,7 +43,7 @@ def decide(
     if figures.changing:
         return StreamDecision(None, "the stream is being changed"), memory
     if figures.covered < rules.cover:
-        reason = f"figures of these shards for {figures.covered:.0f} s, {rules.cover:.0f} are needed"
+        reason = f"the figures of these shards cover {figures.covered:.0f} s, and {rules.cover:.0f} s are needed"
         return StreamDecision(None, reason), memory
     return _Policy(figures, memory.observe(figures, now, rules.calm), now, rules).decide()
 
@@ -169,9 +169,9 @@ class _Policy:
         """Why no update of this direction may begin now; empty if it may."""
         rules, updates = self._rules, self._memory.updates
         if self._left <= 0:
-            return f"{rules.updates} updates were made within 24 h, the service takes no more"
+            return f"{rules.updates} updates were made within 24 h, and Kinesis takes no more"
         if updates and updates[-1].direction != direction and (passed := self._now - updates[-1].at) < rules.calm:
-            return f"the opposite was done {passed:.0f} s ago, {rules.calm:.0f} must pass"
+            return f"the opposite update was made {passed:.0f} s ago, and {rules.calm:.0f} s must pass"
         return ""
 
     def _no_way_back(self, shards: int) -> str:

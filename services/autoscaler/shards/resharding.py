@@ -43,7 +43,7 @@ async def apply_layout(
         return
     if (found := (await resharding.shards(topic)).layout) != before:
         raise Unavailable(
-            f"{topic} was resharded meanwhile ({len(before)} shards, now {len(found)}): it is decided anew"
+            f"{topic} was resharded meanwhile ({len(before)} shards, now {len(found)}). The change is decided anew"
         )
     if decision.at_once:
         try:

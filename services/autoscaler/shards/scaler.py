@@ -140,7 +140,7 @@ class StreamScaler:
                 await self._consider(window)
             except BrokerError as error:
                 metrics.AUTOSCALER_DECISIONS.labels(self._topic, "failed").inc()
-                log.warning("shards_failed", stream=self._topic, error=str(error), hint="it is tried again")
+                log.warning("shards_failed", stream=self._topic, error=str(error), hint="the next figures decide anew")
                 self._windows.clear()
 
     async def _consider(self, window: Window) -> None:
@@ -163,7 +163,7 @@ class StreamScaler:
     async def _decide(self, figures: StreamFigures, memory: StreamMemory, now: float) -> None:
         decision, after = decide(figures, memory, now, self._rules)
         if decision.layout is not None and now < self._not_before:
-            wait = f"the service refused it; the next attempt is in {self._not_before - now:.0f} s"
+            wait = f"Kinesis refused the update; the next attempt is in {self._not_before - now:.0f} s"
             decision = StreamDecision(None, f"{wait}: {decision.reason}")
         self._report(figures, decision, after)
         if decision.layout is None or self._dry_run:
@@ -173,7 +173,7 @@ class StreamScaler:
             return
         if found := await self._history.find_unknown(memory, now, figures.ahead):
             self._memory = with_updates(replace(after, updates=memory.recent(now)), found)
-            hint = "another autoscaler scales the same stream. Try: one of them"
+            hint = "another autoscaler scales the same stream. Try: stop one of the two"
             log.warning("updates_of_another", stream=self._topic, updates=len(found), hint=hint)
             return  # they may change the decision
         # Before the change: a crash in between costs one of ten updates, and never the count.

@@ -28,7 +28,7 @@ _ESCAPED: Final = {"n": "\n", "r": "\r", "b": "\b", "f": "\f", "t": "\t"}
 
 
 _TOO_LARGE: Final = (
-    f"There are more than {MAX_TOKENS:,} words and signs, or {MAX_NESTING} brackets in one another. Try: several files."
+    f"There are more than {MAX_TOKENS:,} words and signs, or {MAX_NESTING} levels of brackets. Try: several files."
 )
 
 
@@ -75,7 +75,7 @@ class Documentation:
         for start in sorted([*self._lost, *self._places.values()]):
             line, column = place_of(self._text, start)
             warnings.append(
-                f"line {line}, column {column}: a documentation comment that documents nothing. Try: /* … */"
+                f"line {line}, column {column}: this documentation comment belongs to no definition. Try: /* … */"
             )
         return warnings
 

@@ -76,8 +76,10 @@ def _check_reach(root: Schema) -> None:
             seen.add(node.full_name)
         nodes += 1
         if depth > MAX_REACH or nodes > MAX_NODES:
-            limit = f"more than {MAX_REACH} levels deep" if depth > MAX_REACH else f"more than {MAX_NODES:,}"
-            raise Fault("", f"With the types of its references, its types are {limit}. Try: fewer references.")
+            limit = (
+                f"is more than {MAX_REACH} levels deep" if depth > MAX_REACH else f"has more than {MAX_NODES:,} types"
+            )
+            raise Fault("", f"With its references, the schema {limit}. Try: fewer references.")
         rest += [(inner, depth + 1) for inner in reversed(node.inner())]
 
 
@@ -195,7 +197,8 @@ class Parser:
             branch = self.parse(item, inner, namespace, depth + 1)
             if isinstance(branch, Union):
                 raise Fault(
-                    inner, "A union is not directly inside of another one. Try: put its types into the outer union."
+                    inner,
+                    "A union cannot be directly inside of another union. Try: put its types into the outer union.",
                 )
             if branch.full_name in seen:
                 raise Fault(

@@ -134,12 +134,12 @@ def parse_kafka_url(url: str) -> KafkaAddress:
         or bool(parts.query) > bool(options)
     ):
         raise ValueError(
-            f"a Kafka URL has no option but {OPTION} and {SECURITY}: acks=all and the like are fixed. "
+            f"a Kafka URL has only the options {OPTION} and {SECURITY}. Settings such as acks=all are fixed. "
             f"Try: kafka://host:9092?{OPTION}=acme."
         )
     found = dict(options)
     if len(options) > len(found):
-        raise ValueError("an option is in the Kafka URL twice. Try: one of them")
+        raise ValueError("an option is in the Kafka URL twice. Try: remove one of the two")
     security = parse_security_path(found[SECURITY]) if SECURITY in found else None
     return KafkaAddress(parts.netloc, check_prefix(found.get(OPTION, "")), security)
 

@@ -222,7 +222,7 @@ class Homes(Places):
                         "homes_unreadable",
                         topic=CONTROL,
                         error=str(error) if expected else repr(error),
-                        hint="it is tried again",
+                        hint="the topic is read again",
                         exc_info=not expected,
                     )
                 is_failing = True
@@ -255,7 +255,9 @@ class Homes(Places):
                 try:
                     await self.record(topic, MigrationStep("released", by="a writer"))
                 except BrokerError as error:
-                    raise Unavailable(f"{topic} is held for a migration, and that cannot be ended: {error}") from error
+                    raise Unavailable(
+                        f"{topic} is held for a migration, and the hold cannot be ended: {error}"
+                    ) from error
                 continue
             await self._wait_for_read(deadline, topic)
 
@@ -266,7 +268,7 @@ class Homes(Places):
         while ended > (until := self._granted_until(topic, grant.epoch)):
             if self._homes[topic].epoch != grant.epoch:
                 raise OutcomeUnknown(
-                    f"{topic} was moved while events were stored: known until {until:.1f}, stored {ended:.1f}"
+                    f"{topic} was moved during an append, which ended {ended - until:.1f} s after this process last knew the home"
                 )
             try:
                 await self._wait_for_read(ended + timeout, topic)
@@ -295,7 +297,7 @@ class Homes(Places):
             if boot_seconds() < deadline:
                 return
             home = self._homes[topic]
-            why = f"it is moved to {home.to}" if home.state == "held" else f"{CONTROL} cannot be read"
+            why = f"the stream is moved to {home.to}" if home.state == "held" else f"{CONTROL} cannot be read"
             raise Unavailable(f"{topic}: nothing is stored now: {why}") from None
 
     async def record(self, stream: str, step: MigrationStep, home: Home | None = None) -> bool:

@@ -91,7 +91,7 @@ class KeyMarker:
             async with asyncio.timeout(_LOAD_S):
                 marks = await read_key_marks(self._reader)
         except (BrokerError, TimeoutError) as error:
-            hint = f"a mark is written before the next event with a key. Without the right to write to {CONTROL} it is refused"
+            hint = f"before the next event with a key, a mark is written. If {CONTROL} cannot be written, that event is refused"
             log.warning("key_marks_unknown", error=str(error) or "no answer in time", hint=hint)
             return
         stored = {stream for stream, mark in marks.items() if mark.state == "seen"}
@@ -134,7 +134,7 @@ class KeyMarker:
             self._missing_until = time.monotonic() + _ASK_AGAIN_S
             return
         except BrokerError as error:
-            hint = f"its events with keys are refused until {CONTROL} can be written, and others are stored"
+            hint = f"the stream's events with keys are refused until {CONTROL} can be written. Other events are stored"
             log.warning("stream_not_marked", stream=stream, error=str(error), hint=hint)
             raise
         self._seen.add(stream)

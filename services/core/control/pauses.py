@@ -114,7 +114,7 @@ class Pauses:
                 if self.unknown is not None:
                     self.unknown = str(error)
                 if not is_failing:
-                    log.warning("control_unreadable", topic=CONTROL, error=str(error), hint="it is tried again")
+                    log.warning("control_unreadable", topic=CONTROL, error=str(error), hint="the topic is read again")
                 is_failing = True
             await wait_for_stop(stopping, FOLLOW_S)
 

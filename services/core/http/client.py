@@ -105,7 +105,7 @@ class ResponseReader:
         if status < 200:
             self._interim += 1
             if status == 101 or self._interim > _MAX_INTERIM:
-                raise BadResponse(f"a {status} answers no POST")
+                raise BadResponse(f"the status {status} is no answer to a POST")
             return
         fields = _read_fields(lines)
         connection = fields.get(b"connection", b"").lower()

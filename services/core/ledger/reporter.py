@@ -225,7 +225,8 @@ class Reporter:
                 topic=TELEMETRY,
                 reporter=self._key.decode(),
                 error=str(error),
-                hint="it is kept and sent later; no offset is committed until then. Try: penstock apply creates the topic",
+                hint="the report is kept and sent later. No offset is committed until then. If the topic is missing, try: "
+                "penstock apply",
             )
         self._failing = True
 

@@ -93,8 +93,8 @@ def _check_deletes(
         name = destination.get("stream")
         if kept and isinstance(name, str) and _mapping(streams.get(name)).get("compact") is True:
             text = (
-                f"{name!r} is compacted, and tombstones: deliver makes events of the deletes in {kept[0]!r}, so its keys "
-                "stay. Try: tombstones: skip there; a compacted stream gets the deletes as deletes then"
+                f"{name!r} is compacted, but no key would be deleted there: with tombstones: deliver, {kept[0]!r} turns deletes "
+                f"into events. Try: tombstones: skip in {kept[0]!r}. A compacted stream then gets the deletes as deletes"
             )
             yield ("destinations", index, "stream"), text
 
@@ -179,7 +179,7 @@ def _check_tables(named: Sequence[str], sources: Sequence[str], tables: Mapping[
         if table in sources:
             yield (
                 path,
-                f"{table!r} is a source of this pipe, too, and both would be a view of that name. Try: another name",
+                f"{table!r} is a source of this pipe, too. A table and a source cannot have the same name. Try: another name",
             )
 
 

@@ -112,8 +112,8 @@ def compare_plans(former: StatePlan, now: StatePlan) -> str:
     if (former.format, former.spark) == (now.format, now.spark):
         return "; ".join(compare_state(former, now))
     return (
-        "the former one was described by another version of Penstock, so it is not known what changed. Try the former one with "
-        "this version first, and then the change"
+        "another version of Penstock described the former transform, so it is not known what changed. Start the former "
+        "transform with this version first, then make the change"
     )
 
 

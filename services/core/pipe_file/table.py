@@ -119,6 +119,6 @@ class Table(StrictModel):
 def not_on_cluster(master: str) -> str:
     """Why a table that `is_on_this_host` is refused. master: Spark's, of a cluster."""
     return (
-        f"the executors of {master} read it, on other hosts, and it is a folder of this one. "
+        f"the executors of {master} are on other hosts, and this is a folder of this host. "
         "Try: an object store (s3a://bucket/customers), or jdbc"
     )

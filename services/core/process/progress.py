@@ -111,7 +111,8 @@ class ProgressWatch:
             log.error(
                 "no_progress",
                 what=what,
-                hint="/healthz is 503 until it moves: penstock up or the platform starts this process again. Nothing is lost",
+                hint="/healthz is 503 until there is progress. penstock up or the platform starts this process again. Nothing is "
+                "lost",
             )
         self._logged = stuck
 

@@ -83,7 +83,7 @@ async def open_when_reachable(
             on_wait(f"the broker cannot be opened: {error}")
             if retry.fail() or type(error) is not told:  # a cluster that has just started may lack a right of ours, too
                 told = type(error)
-                log.warning("broker_unavailable", error=str(error), hint="it is tried again")
+                log.warning("broker_unavailable", error=str(error), hint="the broker is tried again")
             await retry.wait(stopping)
     return None
 

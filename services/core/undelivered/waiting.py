@@ -311,7 +311,7 @@ async def take_over_positions(
         if not before.left.get(lane):
             return
         text = f"{lane} gets the position of {former[0]}, and its group has members, perhaps with an earlier pipe file"
-        raise GroupHasMembers(f"{text}. Try: stop those first") from error
+        raise GroupHasMembers(f"{text}. Try: stop these members first") from error
     value = json.dumps({"lane": lane, "former": list(former)}).encode()
     (await producer.send_to(CONTROL, {0: [Record(_TAKEN_OVER, value, time.time_ns() // 1_000_000)]})).raise_first()
 

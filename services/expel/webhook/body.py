@@ -128,7 +128,7 @@ def _render_each(batch: Batch, renderer: Renderer, max_part: int) -> Rendered:
             unreadable.append(Unreadable(batch.offsets[index], record, BAD_RECORD, str(error)))
             continue
         if len(part) > max_part:
-            detail = f"{len(part)} bytes in the body, {max_part} fit. Try: a larger batch.max_bytes"
+            detail = f"the event takes {len(part)} bytes in the body, and {max_part} fit. Try: a larger batch.max_bytes"
             unreadable.append(Unreadable(batch.offsets[index], record, OVERSIZE, detail))
             continue
         kept.append(index)

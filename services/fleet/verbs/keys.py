@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from pydantic import ValidationError
@@ -68,6 +68,9 @@ def _read_end(text: str) -> str:
 def create(
     stream: Annotated[list[str], typer.Option("--stream", help="A stream of the key. Repeatable. '*': all streams.")],
     name: Annotated[str, typer.Option("--name", help="The owner of the key.")] = "",
+    scope: Annotated[
+        Literal["ingest", "read"], typer.Option("--scope", help="ingest: the key sends events. read: it reads tables.")
+    ] = "ingest",
     manage: Annotated[
         bool, typer.Option("--manage", help="The key may also register schemas of these streams.")
     ] = False,
@@ -89,7 +92,7 @@ def create(
     try:
         token, entry = make_key(
             streams=stream,
-            scopes=["ingest", "manage"] if manage else ["ingest"],
+            scopes=[scope, "manage"] if manage else [scope],
             name=name,
             rate=rate,
             created=_now(),
@@ -107,6 +110,9 @@ def create(
         raise CommandFailed(f"{path} cannot be written: {error.strerror}") from error
     typer.echo(token)
     print_note(f"Key {entry.id} is in {path}. The line above is not shown again.", "green")
+    if scope == "read":
+        print_note("A table service that reads this file accepts the key within seconds.", "green")
+        return
     fleet = find_fleet(data)
     if fleet is None or fleet.keys == str(path.absolute()):
         print_note("Ingest accepts the key within seconds.", "green")

@@ -425,7 +425,7 @@ async def test_a_stream_is_not_created_beside_its_former_topic(tmp_path: Path) -
     async with several as broker:
         with pytest.raises(UnsafeTopic, match="default has a topic of this name") as caught:
             await broker.admin.create_topic(TopicSpec("orders", 1))
-        assert "if that topic is of others" in str(caught.value), (
+        assert "if the topic is of others" in str(caught.value), (
             "who is told to delete it deletes the topic of somebody else"
         )
         await broker.admin.create_topic(TopicSpec("invoices", 1))

@@ -472,7 +472,7 @@ def test_a_compacted_stream_gets_deletes_as_deletes(tombstones: str, transforms:
     assert len(found) == refused
     for path, text in found:
         assert path == ("pipes", "p", "destinations", 0, "stream")
-        assert text.endswith("a compacted stream gets the deletes as deletes then")
+        assert text.endswith("A compacted stream then gets the deletes as deletes")
 
 
 @pytest.mark.parametrize(

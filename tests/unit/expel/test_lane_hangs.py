@@ -150,7 +150,7 @@ def forget_room(_running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         (hang_poll, "a poll has not ended"),
         (hang_commit, "a report or its commit has not ended"),
         (hang_append, "no write to a side topic has ended"),
-        (forget_room, "it does not poll although it has room"),
+        (forget_room, "the lane has room, and does not poll"),
     ],
 )
 async def test_a_lane_that_hangs_is_found(

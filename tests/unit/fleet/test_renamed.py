@@ -575,7 +575,9 @@ def test_a_changed_transform_whose_mark_says_what_it_left(site: Site, monkeypatc
         if len(asked) == 2:
             Path(arguments[9]).write_bytes(msgspec.msgpack.encode(StateCheck()))
             return
-        problem = Problem("pipes.yaml:3", "pipes.late.transform.python", "it is not the transform that left its state")
+        problem = Problem(
+            "pipes.yaml:3", "pipes.late.transform.python", "the checkpoint has the state of another transform"
+        )
         Path(arguments[9]).write_bytes(msgspec.msgpack.encode(StateCheck([problem])))
 
     monkeypatch.setattr("services.fleet.pipes.state_check.run_spark", fail)
@@ -591,7 +593,7 @@ def test_a_changed_transform_whose_mark_says_what_it_left(site: Site, monkeypatc
     status, told = site.check()
     assert (status, "late: changed transform, continues with the state" in told) == (0, True)
     assert site.check()[0] == 2
-    with pytest.raises(BadConfiguration, match="is not the transform that left its state"):
+    with pytest.raises(BadConfiguration, match="the state of another transform"):
         asyncio.run(check_changes(site.url, load_pipes(site.path), site.path, None))
     asyncio.run(mark("reset"))
     assert site.check()[0] == 0

@@ -50,7 +50,7 @@ async def _delete(cluster: _Cluster, incarnation: str = _ID) -> None:
         (42, None, BrokerError, "delete topic t: refused"),
         (41, None, Unavailable, "delete topic t"),
         (7, None, Unavailable, "delete topic t"),
-        (100, None, UnknownTopic, "it is another one"),
+        (100, None, UnknownTopic, "is gone"),
     ],
 )
 async def test_a_refusal_says_why(code: int, message: str | None, kind: type[BrokerError], text: str) -> None:

@@ -74,7 +74,8 @@ class AwsDriver:
         low, high = found["MinSize"], found["MaxSize"]
         if not low <= size <= high:
             raise Refused(
-                f"Auto Scaling group {group} allows {low} to {high} instances, not {size}. Try: other limits there or here"
+                f"Auto Scaling group {group} allows {low} to {high} instances, not {size}. "
+                "Try: change its limits, or min and max of the group in the autoscaler's settings"
             )
         if size < seen:
             staying = await self._staying(group, found["Instances"], failed)

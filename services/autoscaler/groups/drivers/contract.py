@@ -114,4 +114,6 @@ async def one_attempt(platform: str) -> AsyncIterator[None]:
 def check_step(seen: int, size: int) -> None:
     """Raise ValueError for a size that no driver accepts."""
     if size < 1 or size < seen - 1:
-        raise ValueError(f"from {seen} to {size} instances is no step: one fewer at a time, and never none")
+        raise ValueError(
+            f"a group cannot go from {seen} to {size} instances: one fewer at a time, and at least one stays"
+        )

@@ -159,7 +159,7 @@ class KubernetesDriver:
             return (self._account / "token").read_text(encoding="utf-8").strip()
         except OSError as error:
             raise Refused(
-                f"no service account in {self._account}: {error.strerror}. Try: serviceAccountName"
+                f"no service account in {self._account}: {error.strerror}. Try: set serviceAccountName in the pod"
             ) from error
 
 
@@ -219,4 +219,6 @@ def _trust(account: Path) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=str(account / "ca.crt"))
     except (OSError, ssl.SSLError) as error:
-        raise Refused(f"{account / 'ca.crt'} cannot be used: {error}. Try: serviceAccountName") from error
+        raise Refused(
+            f"{account / 'ca.crt'} cannot be used: {error}. Try: set serviceAccountName in the pod"
+        ) from error

@@ -26,7 +26,7 @@ def open_driver(url: str) -> AbstractAsyncContextManager[GroupDriver]:
     port, endpoint = _port(query.pop("port", str(MANAGEMENT_PORT))), query.pop("endpoint", None)
     account = query.pop("account", SERVICE_ACCOUNT)
     if query:
-        raise ValueError(f"unknown in a driver's URL: {', '.join(sorted(query))}. Try: {_HINT}")
+        raise ValueError(f"a driver's URL has no option {', '.join(sorted(query))}. Try: {_HINT}")
     if parts.scheme == "fleet" and not parts.netloc and parts.path.startswith("/"):
         return open_fleet(unquote(parts.path))
     if parts.scheme == "aws" and parts.hostname and parts.path in ("", "/"):
@@ -55,7 +55,7 @@ class JoinedDrivers:
     def _of(self, group: str) -> GroupDriver:
         driver = self._by_group.get(group, self._others)
         if driver is None:
-            raise GroupNotFound(f"no platform has the group {group}. Try: group_driver")
+            raise GroupNotFound(f"no platform has the group {group}. Try: set group_driver")
         return driver
 
 

@@ -135,7 +135,7 @@ class Access:
         try:
             opened = await connect(**await self._settings(login))
         except NoToken as error:
-            raise self._refuse(node, f"no login at Kafka: {error}. Try: sasl in {self._path}", b"") from None
+            raise self._refuse(node, f"no login at Kafka: {error}. Try: correct sasl in {self._path}", b"") from None
         except (kafka.KafkaError, OSError) as error:
             text = self._explain(error, login, f"{host}:{port}")
             if text is None:
@@ -145,7 +145,11 @@ class Access:
         except RuntimeError as error:  # uvloop's, for a connection that was just closed
             raise kafka.KafkaConnectionError(f"{host}:{port}: {error}") from error
         except Exception as error:  # an answer that no Kafka gives: aiokafka expects it nowhere, and would end a task
-            raise self._refuse(node, f"{host}:{port} is no Kafka: {type(error).__name__}", login.digest) from None
+            raise self._refuse(
+                node,
+                f"{host}:{port} is no Kafka: {type(error).__name__}. Try: the port of a Kafka listener",
+                login.digest,
+            ) from None
         self._accepted_at[node] = self._clock()
         if self._refusals.pop(node, None) is not None:
             log.info("kafka_access_accepted", node=f"{host}:{port}")
@@ -205,7 +209,7 @@ class Access:
     def _explain_tls(self, error: ssl.SSLError, login: Login, where: str) -> str:
         if isinstance(error, ssl.SSLCertVerificationError):
             if error.verify_code == _EXPIRED:
-                remedy = "Try: a new certificate for that broker, or the clock of this machine"
+                remedy = "Try: a new certificate for that broker, or set the clock of this machine"
             elif error.verify_code in (_WRONG_NAME, _WRONG_ADDRESS):
                 remedy = "Try: a name that is in the certificate, in --broker and in the cluster's advertised.listeners"
             else:
@@ -217,7 +221,7 @@ class Access:
                 ended = format_time(round(login.until * 1000))
                 return (  # a broker in Java does not tell this reason
                     f"Kafka at {where} does not accept our client certificate: it expired at {ended}. "
-                    f"Try: a new one in the file of tls.certificate in {self._path}, or the clock of this machine"
+                    f"Try: a new one in the file that tls.certificate in {self._path} names, or set the clock of this machine"
                 )
             files = login.security.files
             ours = (

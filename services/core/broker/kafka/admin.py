@@ -108,7 +108,9 @@ class KafkaAdmin:
         answer = await self._cluster.ask_any(DeleteByIdRequest(topic_id, self._patience))
         for _, _, code, message, _ in answer.responses:
             if code == UNKNOWN_TOPIC_ID:
-                raise UnknownTopic(f"topic {topic} was deleted, or created again since: it is another one")
+                raise UnknownTopic(
+                    f"topic {topic} with id {incarnation} is gone. It was deleted, and maybe created again"
+                )
             raise_for(code, f"delete topic {topic}: {message or 'refused'}", f"Delete on topic {topic}")
         async with bounded(f"delete topic {topic}", self._cluster.timing.request):
             while not await self._is_gone(topic, incarnation):  # noqa: ASYNC110 - Kafka sends no notice
@@ -136,7 +138,7 @@ class KafkaAdmin:
     async def add_partitions(self, topic: str, partitions: int) -> None:
         now = len(await partitions_of(self._cluster, [topic]))
         if partitions <= now:
-            raise ValueError(f"{topic} has {now} partitions; {partitions} is not more. Kafka cannot remove any")
+            raise ValueError(f"{topic} has {now} partitions and cannot get {partitions}. Kafka only adds partitions")
         request = CreatePartitionsRequest([(topic, (partitions, None))], self._patience, validate_only=False)
         answer = await self._cluster.ask_any(request)
         for name, code, message in answer.topic_errors:

@@ -322,7 +322,7 @@ class KafkaAppender:
         if was_in_doubt:
             if code in _LASTING and asyncio.get_running_loop().time() - state.doubted_at > LONGEST_DOUBT_S:
                 state.give_up_doubt()
-            raise OutcomeUnknown(f"{error}, when the batch was sent again; it may be stored")
+            raise OutcomeUnknown(f"{error}, when the batch was sent again. The first attempt may have stored it")
         if code in PRODUCER_STATE_LOST:
             state.given_up = True
         elif isinstance(error, OutcomeUnknown):
@@ -334,7 +334,7 @@ class KafkaAppender:
         """The error to raise for a batch that was refused at its first attempt."""
         if code in TOO_LARGE:
             self._limits.forget(target.topic)
-            return Unavailable(f"{error}: its limit became smaller")
+            return Unavailable(f"{error}: the topic's limit became smaller")
         return _BadRecord(error) if code in BAD_RECORD else error
 
     async def _leader(self, target: _Target) -> int:

@@ -124,7 +124,7 @@ class Cluster:
                 client=self._name,
                 error=repr(error),
                 times=self._ended,
-                hint="aiokafka met an error that it does not expect while it asked for new leaders; it was started again",
+                hint="aiokafka's task that asks for new leaders ended with an unexpected error. The task was started again",
             )
 
     async def _connect(self) -> AIOKafkaClient:

@@ -186,7 +186,11 @@ class KafkaConsumer:
             self._freeze_detector.reset()
         else:
             if self._freeze_detector.is_first_report():
-                log.warning("kafka_stood_still", group=self._group, hint="it asks its group before it reads on")
+                log.warning(
+                    "kafka_stood_still",
+                    group=self._group,
+                    hint="this process was frozen. It asks its group before it reads on",
+                )
             await asyncio.sleep(_GRACE)
         return certain
 

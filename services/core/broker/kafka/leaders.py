@@ -29,7 +29,7 @@ _READ_COMMITTED = 1
 _FIRST_WITH_REPLICA = 11
 """Fetch answers from this version on name a replica between the rolled-back transactions and the data."""
 _FETCH_WAIT_MS = 500
-REMEDY = "Try: another leader for the partition, whose copy may be intact (kafka-reassign-partitions)"
+REMEDY = "Try: make another replica the leader (kafka-reassign-partitions). Its copy may be intact"
 
 
 async def partitions_of(cluster: Cluster, topics: Collection[str]) -> list[TopicPartition]:

@@ -46,10 +46,10 @@ _NO_ID = str(UUID(int=0))
 _SEPARATOR = "\n"
 _PAGE = 5000
 _REMEDY = (
-    "Try: another leader for the partition, whose copy may be intact (kafka-reassign-partitions); or, when every group has "
-    "offsets (kafka-consumer-groups --describe), delete %s: it is written anew from those"
+    "Try: make another replica the leader (kafka-reassign-partitions). Its copy may be intact. Or, if every group has "
+    "offsets (kafka-consumer-groups --describe), delete %s. Penstock then writes this topic anew from the offsets"
 )
-_FOREIGN = "it is skipped. Try: let nobody but Penstock write to this topic"
+_FOREIGN = "the record is skipped. Try: let nobody but Penstock write to this topic"
 
 Append = Callable[[str, Sequence[Record]], Awaitable[None]]
 
@@ -288,8 +288,9 @@ async def _go_to_cuts(cluster: Cluster, group: str, found: StartPositions, ids: 
             partition=source.partition,
             committed=found.position[source],
             cut_off_at=None if cut is None else cut.offset,
-            hint="Kafka lost its newest records here; this group had read them, others may not have. It goes on at "
-            "the cut. Try: unclean.leader.election.enable false, and see whether a broker's disk was restored",
+            hint="Kafka lost its newest records here. This group had read them; other groups may not have. This group "
+            "goes on at the cut. Try: set unclean.leader.election.enable to false, and find out whether a broker's disk was "
+            "restored",
         )
         found.position[source] = first[source] if cut is None else max(first[source], cut.offset)
         known = None if cut is None or cut.offset < first[source] else cut.epoch

@@ -137,8 +137,8 @@ def warn_of_short_offsets(minutes: int, kept: Mapping[str, int]) -> None:
             offsets_kept_hours=minutes / 60,
             longest_kept_topic=topic,
             its_retention_hours=longer[topic] / 3_600_000,
-            hint=f"a destination that is away for longer than its offsets are kept stops and waits for you. Try: {OFFSETS} of at "
-            f"least {math.ceil(longer[topic] / 60_000)} in the brokers' configuration",
+            hint="if a destination is away for longer than Kafka keeps its offsets, it stops until a person decides. Try: "
+            f"{OFFSETS} of at least {math.ceil(longer[topic] / 60_000)} in the brokers' configuration",
         )
 
 
@@ -151,7 +151,7 @@ def find_problems(topic: str, state: TopicState, min_in_sync: str, unclean: str,
         text += f"Try: kafka-reassign-partitions for more replicas, or kafka-configs to set {MIN_IN_SYNC} to {fewest}"
         yield topic, REPLICAS, text
     elif needed == 1 and max(brokers, most) >= _ENOUGH:
-        text = f"1 of {fewest} replicas: an acknowledged event may be stored on one broker only, and is lost with it. Try: "
+        text = f"1 of {fewest} replicas: an acknowledged event may be on one broker only, and is lost with that broker. Try: "
         text += "" if fewest > 1 else "kafka-reassign-partitions for three replicas, then "
         yield topic, MIN_IN_SYNC, text + f"kafka-configs to set {MIN_IN_SYNC} to 2"
     if unclean == "true" and most > 1:

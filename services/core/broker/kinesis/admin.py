@@ -215,7 +215,9 @@ class KinesisAdmin:
         """As in the contract; splits shards until each partition has its own."""
         topology = await self._streams.find(topic, max_age=0)
         if partitions <= topology.partitions:
-            raise ValueError(f"{topic} has {topology.partitions} partitions; {partitions} is not more")
+            raise ValueError(
+                f"{topic} has {topology.partitions} partitions and cannot get {partitions}: they only grow"
+            )
         async with self._bounded(f"tag {topic}"):
             await self._kinesis.add_tags_to_stream(StreamName=topic, Tags={PARTITIONS_TAG: str(partitions)})
         self._streams.invalidate(topic)

@@ -81,7 +81,9 @@ class Bucket:
                     return stored
             else:
                 return content
-        raise Unavailable(f"s3://{self._name}/{self._prefix}{key} could not be created: others create and remove it")
+        raise Unavailable(
+            f"s3://{self._name}/{self._prefix}{key} could not be created: other processes create and remove it"
+        )
 
     @_translated
     def get(self, key: str) -> bytes | None:

@@ -44,12 +44,12 @@ async def _require_incarnation(incarnations: Incarnations, topic: str, incarnati
     for _ in range(_ATTEMPTS):
         began = boot_seconds()
         if (await incarnations.find(topic, max_age=0.0)).name != incarnation:
-            raise UnknownTopic(f"stream {topic} was created again since: it is another one")
+            raise UnknownTopic(f"stream {topic} was created again: the stream that was to be deleted is gone")
         took = boot_seconds() - began
         if took <= limit:
             return
         limit = min(max(limit, 2 * took), timing.request)
     raise Unavailable(
-        f"{topic} was not deleted: it took {took:.1f} s to find out which stream it is, so another one may have its name by now. "
+        f"{topic} was not deleted: it took {took:.1f} s to learn which stream has this name. Another stream may have it now. "
         "Try: the same again, on a machine that is less busy"
     )

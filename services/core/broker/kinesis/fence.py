@@ -68,5 +68,5 @@ async def read_fence(source: ShardSource, sequence: str, within: float) -> int:
                     return offset_of(sequence)
                 iterator = answer.next
     except (TimeoutError, IteratorExpired, UnknownSequence) as error:  # the last: another host does not know it yet
-        raise Unavailable(f"{source.topic}[{source.shard}]: its end is not seen after {within:g} s") from error
+        raise Unavailable(f"{source.topic}[{source.shard}]: its end could not be read within {within:g} s") from error
     raise Unavailable(f"{source.topic}[{source.shard}] was split or merged meanwhile")

@@ -281,7 +281,7 @@ class HeldLease:
                     self.until = 0.0
                     return False
                 self.row = row
-            raise Unavailable(f"lease of {self.source.topic}[{self.source.partition}]: others keep writing it")
+            raise Unavailable(f"lease of {self.source.topic}[{self.source.partition}]: other members keep changing it")
 
     async def renew(self) -> bool:
         """Keep the lease, and record the progress."""

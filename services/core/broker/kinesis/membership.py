@@ -202,8 +202,8 @@ class KinesisMembership(LeaseMember[HeldLease]):
             stream=topic,
             shards_not_done=sorted(row.shard for row in last if not row.is_done),
             settled_ms=min((row.settled for row in last if not row.is_done), default=None),
-            hint="unprocessed records of the deleted stream are lost: at most those that arrived since settled_ms; "
-            "the new stream is read from its beginning",
+            hint="the stream was deleted and created again. Of the old stream, at most the records that arrived since settled_ms "
+            "are lost. The new stream is read from its beginning",
         )
 
     async def _remove(self, rows: Collection[Lease]) -> bool:

@@ -109,8 +109,8 @@ class KinesisResharding:
             return
         if not topology.is_certain:
             raise BrokerError(
-                f"{topic} has no tag {PARTITIONS_TAG} and was split or merged before: the number of partitions of its "
-                "keys is not known, so its shards are not changed. Try: aws kinesis add-tags-to-stream --stream-name "
+                f"{topic} has no tag {PARTITIONS_TAG}, and its shards were split or merged before. So the number of its "
+                "partitions is not known, and no shard is changed. Try: aws kinesis add-tags-to-stream --stream-name "
                 f"{self._prefix}{topic} "
                 f"--tags {PARTITIONS_TAG}=<partitions>"
             )

@@ -268,8 +268,8 @@ class Streams:
                 tag=known.tag,
                 open_shards=open_shards,
                 partitions=partitions,
-                hint="a process that starts now may use another number, and then keys move. "
-                f"Try: the tag {PARTITIONS_TAG} with the number of the stream's creation, also in your infrastructure code",
+                hint="a process that starts now may use another number of partitions, and then keys move. Try: set the tag "
+                f"{PARTITIONS_TAG} to the number with which the stream was created, also in your infrastructure code",
             )
         known.is_alarmed = is_doubtful
         return found

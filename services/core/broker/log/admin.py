@@ -90,7 +90,7 @@ class LogAdmin:
             for known in file.begun(to, topic, incarnation):
                 missing.pop(known, None)
             if missing and (members := file.live_members(to, topic)):
-                raise GroupHasMembers(f"group {to!r} has {members} members on {topic!r}. Try: stopping them first")
+                raise GroupHasMembers(f"group {to!r} has {members} members on {topic!r}. Try: stop them first")
             if missing:
                 file.set_progress(to, missing)
             return bool(missing)

@@ -147,7 +147,7 @@ class GroupsFile(DurableFile):
 
         def work() -> tuple[None, int]:
             if members := self.live_members(group, topic):
-                raise GroupHasMembers(f"group {group!r} has {members} members on {topic!r}. Try: stopping them first")
+                raise GroupHasMembers(f"group {group!r} has {members} members on {topic!r}. Try: stop them first")
             self.connection.execute("UPDATE leases SET owner=NULL WHERE grp=? AND topic=?", (group, topic))
             for source, value in progress.items():
                 self._write(group, source, value)

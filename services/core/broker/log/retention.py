@@ -240,8 +240,8 @@ def read_clock(folder: DataFolder, clock: WallClock) -> int:
             "retention_clock_behind",
             folder=str(folder.root),
             hours=round(behind / 3_600_000, 1),
-            hint="the system's clock is ahead of retention's time: records are kept for longer until that has caught up. "
-            "Try: nothing if the machine was off for so long; else set the clock",
+            hint="the system's clock is ahead of retention's time. Until that time has caught up, records are kept for longer. "
+            "Try: nothing, if the machine was off for so long; else set the clock",
         )
     reached = now if last is None else max(now, min(last.now_ms, limit))
     _write(file, _State(reached, moment, boot, warned))

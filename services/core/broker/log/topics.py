@@ -29,9 +29,11 @@ from services.core.folders import sync_folder
 def create_topic(folder: DataFolder, spec: TopicSpec) -> None:
     """Create the topic, durably; it appears whole or not at all. Raises TopicExists, ValueError (name, partitions)."""
     if not is_topic_name(spec.name):
-        raise ValueError(f"topic name {spec.name[:80]!r}. Try: lower-case letters, digits, '.', '_', '-'; at most 200")
+        raise ValueError(
+            f"{spec.name[:80]!r} is not a topic name. Try: lower-case letters, digits, '.', '_', '-'; at most 200"
+        )
     if not 1 <= spec.partitions <= MAX_PARTITIONS:
-        raise ValueError(f"topic {spec.name!r}: {spec.partitions} partitions. Try: 1 to {MAX_PARTITIONS}")
+        raise ValueError(f"topic {spec.name!r} cannot have {spec.partitions} partitions. Try: 1 to {MAX_PARTITIONS}")
     files = folder.topic(spec.name)
     with folder.locked_catalog(), classified(spec.name):
         if files.db.exists():
@@ -61,7 +63,7 @@ def delete_topic(folder: DataFolder, topic: str, incarnation: str | None = None)
     with folder.locked_catalog(), classified(topic):
         with closing(TopicStore.open(folder, topic)) as store:
             if incarnation not in (None, store.meta.incarnation.hex()):
-                raise UnknownTopic(f"topic {topic!r} was created again since: it is another one")
+                raise UnknownTopic(f"topic {topic!r} was created again: the topic that was to be deleted is gone")
             meta = msgspec.structs.replace(store.meta, deleted=True)
             store.transact(lambda: write_meta(store.connection, meta), lambda _: {}, 0)
         _unlink(folder, files)
@@ -94,7 +96,7 @@ def add_partitions(folder: DataFolder, topic: str, partitions: int) -> None:
         before = store.meta.partitions
         if not before < partitions <= MAX_PARTITIONS:
             raise ValueError(
-                f"topic {topic!r} has {before} partitions, {partitions} asked. Try: more, at most {MAX_PARTITIONS}"
+                f"topic {topic!r} has {before} partitions and cannot get {partitions}. Try: more, at most {MAX_PARTITIONS}"
             )
         store.marks.extend(before, partitions)
 

@@ -9,9 +9,9 @@ from services.core.broker.rights import Right, RightsReader
 from services.core.broker.several.brokers import Brokers, shift_batch, shifted_errors
 
 _ELSEWHERE = (
-    "the pipe file says that it lives on {home}, and {there} has a topic of this name. Its events would be left behind there. "
-    "Try: on: {there}; a ?prefix= in the URL of {there}, if that topic is of others; or, when it is ours and nobody needs its "
-    "events, delete it"
+    "the pipe file says that this stream lives on {home}, but {there} has a topic of this name. The events of that topic would "
+    "be left behind. Try: on: {there}; or a ?prefix= in the URL of {there}, if the topic is of others; or delete the topic, if "
+    "nobody needs its events"
 )
 Shift = Callable[[Mapping[int, int]], dict[int, int]]
 _ON_EACH = ("penstock.groups",)

@@ -163,7 +163,8 @@ class Brokers:
             except Exception as error:  # also one that nobody expects
                 if not is_failing:
                     hint = (
-                        "after the hand-over nothing could be stored. Try: mend it, or penstock migrate STREAM --undo"
+                        "after the hand-over, no event could be stored there. Try: mend the cause, or penstock migrate "
+                        "STREAM --undo"
                     )
                     text = str(error) if isinstance(error, BrokerError) else repr(error)
                     log.warning("move_not_prepared", stream=topic, broker=name, error=text, hint=hint)

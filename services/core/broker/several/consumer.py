@@ -92,7 +92,9 @@ class SeveralConsumer:
 
     def _never_ended(self, consumer: Consumer) -> Unavailable:
         topics = ", ".join(topic for topic, one in self._by_topic.items() if one is consumer)
-        return Unavailable(f"a poll of {topics} has not ended {_LIMIT_S:g} s after its wait. It is begun again")
+        return Unavailable(
+            f"a poll of {topics} has not ended {_LIMIT_S:g} s after its time was over. The poll begins again"
+        )
 
     async def close(self) -> None:
         """End the polls under way, before their brokers are left."""
@@ -206,7 +208,9 @@ class HomeConsumer:
 
     def _require(self, topic: str, home: str) -> None:
         if self._places.of(topic) != home or self._places.is_leaving(topic):
-            raise HomeChanged(f"{topic} moves from broker {home}. Its readers leave, and join where it is then")
+            raise HomeChanged(
+                f"{topic} moves from broker {home}. Its readers leave, and join again where the stream is then"
+            )
 
     def _base(self, source: TopicPartition) -> int:
         return self._places.base(self._homes[source.topic], source.topic, source.partition)
