@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ from urllib.parse import quote, urlsplit
 
 from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.kafka import free_ports
+from services.core.temporary import temporary_folder
 
 REGION = "us-east-1"
 CREDENTIALS = {
@@ -141,8 +141,8 @@ def install_npm(source: Path, name: str, what: str) -> Path:
     npm = _find_program("npm")
     print(f"Installing {what}, once, into {folder} ...", file=sys.stderr)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".installing-") as scratch:
-        installed = Path(scratch) / name
+    with temporary_folder("install", folder.parent) as scratch:
+        installed = scratch / name
         shutil.copytree(source, installed)
         options = ("--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error")
         _run_npm([npm, "ci", "--prefix", str(installed), *options], what)

@@ -12,6 +12,7 @@ from functools import partial
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
+from services.core import metrics
 from services.core.broker.connect import parse_kinesis_url
 from services.core.broker.kinesis.blocking import BlockingKinesis
 from services.core.broker.kinesis.bucket import Store
@@ -31,7 +32,7 @@ from spark.brokers.contract import (
 )
 from spark.java import hadoop_setting
 from spark.records import NO_BEGINS, Begins, OffsetRange, Offsets
-from spark.sources.ends import Place, ends_of, open_notes, plan_of
+from spark.sources.ends import Place, ShardEnd, ends_of, open_notes, plan_of
 from spark.sources.offsets import offsets_of
 from spark.sources.puts import PUT_ROW, add_counters, put_task
 from spark.sources.source import NAME
@@ -50,6 +51,8 @@ class KinesisSparkBroker(DataSourceBroker):
         self._opened: BlockingKinesis | None = None
         self._opening = threading.Lock()
         self._store = Store()
+        self._refused: dict[tuple[str, str, int], int] = {}
+        """By checkpoint and shard: how many reads of tasks are in the metric, or were refused before this process began."""
 
     @property
     def _kinesis(self) -> BlockingKinesis:
@@ -123,7 +126,17 @@ class KinesisSparkBroker(DataSourceBroker):
         if (plan := plan_of(found)) is not None:
             ends = ends_of(plan, open_notes(Place(checkpoint, self._store), plan.folder))
             places |= {place: int(end.next) for place, end in ends.items()}
+            for end in ends.values():
+                self._count_refused(checkpoint, end)
         return places
+
+    def _count_refused(self, checkpoint: str, end: ShardEnd) -> None:
+        """Tasks run in processes that show nobody their metrics."""
+        place = checkpoint, end.topic, end.shard
+        more = end.refused - self._refused.setdefault(place, end.refused)
+        if more > 0:  # not from a note of an earlier batch
+            metrics.BROKER_READ_THROTTLES.labels(end.topic, str(end.shard)).inc(more)
+            self._refused[place] = end.refused
 
     def write_stream(self, frame: DataFrame, topic: str, writer: str, *, by_time: bool) -> DataStreamWriter:
         return super().write_stream(frame.repartition("key") if by_time else frame, topic, writer, by_time=by_time)

@@ -39,6 +39,8 @@ class ExecutorGroup:
         self._size = executors.most if kind is MasterKind.STANDALONE else executors.least
         self._session: SparkSession | None = None
         self._leaving = set[str]()
+        self._busy: dict[str, tuple[float, float]] = {}
+        """Of each executor: when it was described, and the seconds of CPU that it had then."""
         self._stands_by = False
         self._polled_at = time.monotonic()
         self._change: asyncio.Task[None] | None = None
@@ -99,8 +101,13 @@ class ExecutorGroup:
         except TimeoutError as error:
             raise SizeRefused(_SILENT, again=True) from error
         self._leaving &= {one.name for one in found}
-        instances = (self._instance(one, now) for one in found)
-        return GroupState(self._size, tuple(instances))
+        self._busy = {one.name: (now, self._spread(one, now)) for one in found}
+        return GroupState(self._size, tuple(self._instance(one, now) for one in found))
+
+    def _spread(self, one: Executor, now: float) -> float:
+        """Its seconds of CPU. A task counts when it ends, perhaps after minutes: so never more than its cores have used since."""
+        at, busy = self._busy.get(one.name, (one.began, 0.0))
+        return min(one.busy, busy + max(0.0, now - at) * self._limits.cores)
 
     async def resize(self, group: str, seen: int, size: int, failed: Collection[str]) -> None:
         """Executors that leave finish their tasks. The one with the least to do leaves first, or one that has failed."""
@@ -184,7 +191,9 @@ class ExecutorGroup:
             raise SizeRefused(f"Spark does not answer: {type(error).__name__}", again=True) from error
 
     def _instance(self, one: Executor, now: float) -> Instance:
-        return Instance(one.name, None, one.name in self._leaving, Figures(max(0.0, now - one.began), one.busy))
+        return Instance(
+            one.name, None, one.name in self._leaving, Figures(max(0.0, now - one.began), self._busy[one.name][1])
+        )
 
 
 def _note_late_end(change: asyncio.Task[None]) -> None:

@@ -15,11 +15,11 @@ import importlib.util
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from services.core.jvm.jars import SPARK_KAFKA, SPARK_S3, JarsUnavailable, cache_folder, jar_set
 from services.core.jvm.java import NO_PERF_FILE, find_java
+from services.core.temporary import temporary_folder
 
 EXTENSIONS = "penstock.Functions"
 """For Spark's setting `spark.sql.extensions`: it registers the functions below in each session."""
@@ -67,8 +67,8 @@ def _digest(sources: list[Path], beside: tuple[Path, ...]) -> str:
 def _compile(sources: list[Path], jar: Path, beside: tuple[Path, ...]) -> None:
     """A jar under this name is complete: it gets the name when it is on the disk."""
     print(f"Compiling Penstock's classes for Spark, once, into {jar} ...", file=sys.stderr)
-    with tempfile.TemporaryDirectory(dir=jar.parent, prefix=".compiling-") as scratch:
-        made = Path(scratch) / "classes.jar"
+    with temporary_folder("compile", jar.parent) as scratch:
+        made = scratch / "classes.jar"
         java = [str(find_java().executable), NO_PERF_FILE, "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
         path = os.pathsep.join([f"{pyspark_jars()}{os.sep}*", *map(str, beside)])
         command = [*java, f"-Djava.io.tmpdir={scratch}", "-cp", path, "scala.tools.nsc.Main"]

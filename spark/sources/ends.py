@@ -62,7 +62,7 @@ class Plan(NamedTuple):
 class ShardEnd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a task found in a shard: the fields of `ShardPosition`, with big numbers as text, and of the next `ShardStart`.
 
-    records: so many. more: there may be more already.
+    records: so many. more: there may be more already. refused: reads of tasks that the service refused, in all batches so far.
     """
 
     topic: str
@@ -77,6 +77,7 @@ class ShardEnd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     arrived: int = 0
     rate: float = 0.0
     next_read: int = 0
+    refused: int = 0
 
     @property
     def position(self) -> ShardPosition:

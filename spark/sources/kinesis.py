@@ -1,7 +1,7 @@
 """Kinesis as a source of Spark's streams and batches. Runs in Spark's Python workers.
 
-The process that plans a stream carries positions and counts; tasks read. Each shard is read by one task at a time, and its pace
-goes from task to task with the notes of `ends`.
+The process that plans a stream carries positions and counts; tasks read. Each shard is read by one task at a time. Its pace goes
+from there to the task with the plan, and back with the notes of `ends`.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from services.core.broker.errors import OffsetOutOfRange, UnknownTopic
 from services.core.broker.kinesis.blocking import BlockingKinesis
 from services.core.broker.kinesis.bucket import Store
 from services.core.broker.kinesis.incarnation import Stream
+from services.core.broker.kinesis.pace import ReadPace
 from services.core.broker.kinesis.streams import Shard
 from services.core.broker.record import Batch, TopicPartition
 from spark.records import RAW_SCHEMA, OffsetRange, to_arrow
@@ -104,11 +105,12 @@ def read_task(kinesis: BlockingKinesis, task: InputPartition | None) -> Iterator
 
 
 def _read_shards(kinesis: BlockingKinesis, task: ShardTask, notes: EndNotes) -> Iterator[Batch]:
-    fixed = notes.find(task.note)
+    fixed, reader = notes.find(task.note), kinesis.broker.reader
+    _continue_paces(reader, task.starts)
     if fixed is None:
-        _continue_paces(kinesis.broker.reader, task.starts)
-        reads = kinesis.wait(read_shards(kinesis.broker.reader, task.starts, task.room, task.size))
-        mine = encode_note(list(_ends(kinesis.broker.reader, task.starts, reads)))
+        starts = [start._replace(refused=start.refused - _pace(reader, start).refused) for start in task.starts]
+        reads = kinesis.wait(read_shards(reader, starts, task.room, task.size))
+        mine = encode_note(list(_ends(reader, starts, reads)))
         fixed = notes.fix(task.note, mine)
         if fixed == mine:
             for read in reads:
@@ -126,14 +128,27 @@ def _continue_paces(reader: ShardRecords, starts: Sequence[ShardStart]) -> None:
     for start in starts:
         if start.arrived:
             reader.ends.record(TopicPartition(start.topic, start.shard.number), start.position.next, start.arrived)
-        if start.rate:
-            reader.pace(start.topic, start.shard.number).go_on(start.rate, (start.next_read - _now_ms()) / 1000)
+        _continue_pace(_pace(reader, start), start)
+
+
+def _pace(reader: ShardRecords, start: ShardStart) -> ReadPace:
+    return reader.pace(start.topic, start.shard.number)
+
+
+def _continue_pace(pace: ReadPace, before: ShardStart | ShardEnd) -> None:
+    if before.rate:
+        pace.go_on(before.rate, (before.next_read - _now_ms()) / 1000)
+
+
+def _next_read(pace: ReadPace) -> int:
+    return _now_ms() + round(pace.wait() * 1000)
 
 
 def _ends(reader: ShardRecords, starts: Sequence[ShardStart], reads: Sequence[ShardRead]) -> Iterator[ShardEnd]:
+    """starts: `refused` is without what this process was refused before."""
     for start, read in zip(starts, reads, strict=True):
         topic, number, position = start.topic, start.shard.number, read.position
-        pace = reader.pace(topic, number)
+        pace = _pace(reader, start)
         yield ShardEnd(
             topic=topic,
             shard=number,
@@ -146,7 +161,8 @@ def _ends(reader: ShardRecords, starts: Sequence[ShardStart], reads: Sequence[Sh
             more=read.more,
             arrived=reader.ends.arrival(TopicPartition(topic, number), position.next),
             rate=round(pace.rate, 2),
-            next_read=_now_ms() + round(pace.wait() * 1000),
+            next_read=_next_read(pace),
+            refused=start.refused + pace.refused,
         )
 
 
@@ -243,6 +259,7 @@ class KinesisStreamReader(DataSourceStreamReader):
             for end in ends.values():
                 if end.arrived:  # so a look need not read that entry again
                     reader.ends.record(TopicPartition(end.topic, end.shard), int(end.next), end.arrived)
+                _continue_pace(reader.pace(end.topic, end.shard), end)
             self._ends = plan, ends
         return self._ends[1]
 
@@ -254,12 +271,13 @@ class KinesisStreamReader(DataSourceStreamReader):
         positions: Shards,
         ends: Mapping[tuple[str, int], ShardEnd],
     ) -> list[ShardStart]:
-        found = []
+        found, reader = [], connection(self._url).broker.reader
         for shard in shards:
             start = ShardStart(topic, shard, positions[shard.number], stream.retention_ms)
             if (end := ends.get((topic, shard.number))) is not None:
-                start = start._replace(arrived=end.arrived, rate=end.rate, next_read=end.next_read)
-            found.append(start)
+                start = start._replace(arrived=end.arrived, refused=end.refused)
+            pace = _pace(reader, start)
+            found.append(start._replace(rate=round(pace.rate, 2), next_read=_next_read(pace)))
         return found
 
     def _find_more(self, starts: Sequence[ShardStart]) -> bool:

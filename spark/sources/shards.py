@@ -65,7 +65,7 @@ class ShardStart(NamedTuple):
     """Where a batch begins in a shard. retention: the stream's, ms.
 
     arrived: when the entry arrived that ends there, ms; 0: not known. rate, next_read: the pace of the reads before, a second,
-    and the time (ms) of the next one; 0: none is known.
+    and the time (ms) of the next one; 0: none is known. refused: reads of the batches before that the service refused.
     """
 
     topic: str
@@ -75,6 +75,7 @@ class ShardStart(NamedTuple):
     arrived: int = 0
     rate: float = 0.0
     next_read: int = 0
+    refused: int = 0
 
 
 class ShardRead(NamedTuple):

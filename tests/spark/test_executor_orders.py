@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from spark.cluster import executor_group
 from spark.cluster.executor_group import GROUP, ExecutorGroup
 from spark.cluster.master import Executors, MasterKind
 from spark.java import Executor
+from tests.support.clock import Clock
 
 
 class Java:
@@ -56,6 +58,21 @@ async def test_a_late_order_is_the_only_one_and_counts(monkeypatch: pytest.Monke
     assert (state.size, [one.name for one in state.instances if one.leaving], java.left) == (2, ["2"], ["2"])
     with pytest.raises(SizeRefused, match="2 executors are ordered, not 3"):
         await group.resize(GROUP, 3, 2, ())
+
+
+async def test_a_long_task_is_no_leap_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a task of a minute ends, its executor of one core seems to use sixty, and the group grows to its most."""
+    java, group = Java(monkeypatch), ExecutorGroup(MasterKind.STANDALONE, Executors(1, 3, 2, 1, "python"))
+    session: Any = object()
+    group.open(session)
+    clock, cpu = Clock(), list[float]()
+    monkeypatch.setattr(executor_group, "time", SimpleNamespace(time=clock, monotonic=clock))
+    for clock.now, busy in ((1000.0, 5.0), (1001.0, 65.0), (1011.0, 66.0), (990.0, 66.0), (1031.0, 66.0)):
+        java.executors = [Executor("0", 998.0, 1, busy)]
+        (one,) = (await group.describe(GROUP)).instances
+        assert one.figures is not None
+        cpu.append(one.figures.cpu)
+    assert cpu == [4.0, 6.0, 26.0, 26.0, 66.0]
 
 
 async def test_a_driver_that_stands_by_holds_no_executors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,16 @@ def test_a_jar_outside_a_set_is_refused(tmp_path: Path) -> None:
         read_lock(path)
 
 
+def test_what_a_killed_fetch_left_is_removed(lock_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, each fetch that is killed leaves its jars, up to 300 MB, in the cache for ever."""
+    left = jars.cache_folder() / "penstock-fetch-killed"
+    left.mkdir(parents=True)
+    (left / "penstock.lock").touch()
+    monkeypatch.setattr(jars, "run_ivy", fake_ivy(CONTENT, CONTENT))
+    (one, _) = jar_set("some", lock_file=lock_file)
+    assert list(jars.cache_folder().iterdir()) == [one.parent]
+
+
 def test_fetched_once_then_taken_from_the_cache(lock_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, every start downloads again, or the paths are not those of the lock, in its order."""
     monkeypatch.setattr(jars, "run_ivy", fake_ivy(CONTENT, CONTENT))

@@ -12,12 +12,12 @@ import importlib.util
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import quoteattr
 
 from services.core.jvm.java import NO_PERF_FILE, find_java, trust_options
+from services.core.temporary import temporary_folder
 
 LOCK_FILE = Path(__file__).with_name("jars.lock")
 SPARK_KAFKA = "spark-kafka"
@@ -66,8 +66,8 @@ def cache_folder() -> Path:
 
 def run_ivy(arguments: list[str]) -> None:
     """Run the Ivy of pyspark. Blocks up to 300 s. Raises JarsUnavailable with the end of Ivy's output."""
-    with tempfile.TemporaryDirectory() as scratch:
-        java = [str(find_java().executable), NO_PERF_FILE, *trust_options(Path(scratch))]
+    with temporary_folder("ivy") as scratch:
+        java = [str(find_java().executable), NO_PERF_FILE, *trust_options(scratch)]
         command = [*java, "-jar", str(_ivy_jar()), *arguments]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False)  # noqa: S603
@@ -81,9 +81,9 @@ def run_ivy(arguments: list[str]) -> None:
 def _fetch(name: str, jars: list[Jar], folder: Path) -> None:
     print(f"Fetching the {len(jars)} jars of {name}, once, into {folder} ...", file=sys.stderr)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetching-") as scratch:
-        fetched = Path(scratch) / "jars"
-        _download(jars, Path(scratch), fetched)
+    with temporary_folder("fetch", folder.parent) as scratch:
+        fetched = scratch / "jars"
+        _download(jars, scratch, fetched)
         verify(jars, fetched, f"{_remedy()} Or find out what alters downloads on their way to this machine.")
         try:
             fetched.rename(folder)

@@ -17,6 +17,7 @@ from services.core.aws_emulator import AwsEmulator, EmulatorNotReady, use_creden
 from services.core.lag import LagHistogram
 from services.core.process.scrape import Sample, scrape
 from services.core.security.signing import SigningKey, make_secret
+from services.core.temporary import TemporaryFolder
 from services.fleet.console import ERR, print_note
 from services.fleet.demo.flights import STREAM, Flight
 from services.fleet.observer_client import Observer, get_json, loss_table
@@ -25,7 +26,6 @@ from services.fleet.sending.event_source import SourceEvent
 from services.fleet.sending.sender import SendingFailed, SendSummary, Target, send_events
 from services.fleet.status.reading import quantiles
 from services.fleet.stop import Stop, stop_on_signals
-from services.fleet.temporary import TemporaryFolder
 from services.fleet.up.ports import free_port
 from services.fleet.up.run import fleet_of
 from services.fleet.up.settings import UpSettings

@@ -6,11 +6,11 @@ from pathlib import Path
 import msgspec
 
 from services.core.pipe_file.state_plan import StateCheck, StatePlan
+from services.core.temporary import temporary_folder
 from services.core.yaml_source import BadConfiguration
 from services.fleet.pipes.changes import Change
 from services.fleet.pipes.spark_child import LIMIT_S, TooSlow, run_spark
 from services.fleet.problem import CommandFailed
-from services.fleet.temporary import temporary_folder
 
 
 def check_states(pipes: Path, states: Mapping[str, StatePlan], broker: str | None = None) -> list[Change]:

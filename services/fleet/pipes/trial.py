@@ -30,6 +30,7 @@ from services.core.sample import (
     TrialResult,
     find_absent,
 )
+from services.core.temporary import temporary_folder
 from services.core.times import format_time
 from services.core.undelivered.dead_letter import DeadLetter, Position
 from services.core.yaml_source import BadConfiguration
@@ -37,7 +38,6 @@ from services.fleet.access import opened
 from services.fleet.pipes.spark_child import LIMIT_S, TooSlow, last_lines, run_spark
 from services.fleet.problem import CommandFailed, unreadable_file
 from services.fleet.sending.event_source import STDIN, BadInput, InputFile, read_events, without_place
-from services.fleet.temporary import temporary_folder
 
 MOST_EVENTS = 10_000
 """Of a sample."""

@@ -1,7 +1,6 @@
 """Runs one instance on its own log under an open load: offering events does not wait for their completion."""
 
 import asyncio
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -21,6 +20,7 @@ from services.core.http.address import parse_address
 from services.core.http.listening import serve_app
 from services.core.pipe_file.pipes import load_pipes
 from services.core.process.scrape import Sample, scrape
+from services.core.temporary import TemporaryFolder
 from services.fleet.pipes.topics import provision
 from services.fleet.problem import CommandFailed
 from services.fleet.rating.steps import RatingStep, next_rate
@@ -306,10 +306,13 @@ async def run_rating(
     first: the first rate, events per second. seconds: the length of each step.
     """
     steps: list[RatingStep] = []
-    with tempfile.TemporaryDirectory(prefix="penstock-rate-") as folder:
-        async with RIGS[service](Path(folder), shape, stop) as rig:
+    made = await asyncio.to_thread(TemporaryFolder, "rate")
+    try:
+        async with RIGS[service](made.folder, shape, stop) as rig:
             await run_step(rig, first, WARM_UP_S, stop)  # not measured: it opens connections and compiles code
             while (rate := next_rate(steps, first)) is not None:
                 steps.append(await run_step(rig, rate, seconds, stop))
                 show(steps[-1])
+    finally:
+        await asyncio.to_thread(made.remove)
     return steps

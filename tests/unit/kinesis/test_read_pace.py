@@ -26,6 +26,10 @@ def test_large_answers_are_paid_for() -> None:
     pace = ReadPace("t", 0, clock)
     pace.read(1_000_000)
     assert round(pace.reserve(), 3) == 0.5
+    pace.throttle()
+    clock.now += 0.5
+    pace.read(1_000_000)
+    assert pace.wait() == pytest.approx(0.5 * READS_PER_SECOND / pace.rate), "its share is smaller"
 
 
 def test_a_throttle_slows_down_and_time_without_one_speeds_up() -> None:
@@ -35,7 +39,7 @@ def test_a_throttle_slows_down_and_time_without_one_speeds_up() -> None:
     for _ in range(20):
         pace.throttle()
     assert pace.rate == 0.2
-    clock.now += 10
+    clock.now += 20
     pace.read(0)
     assert pace.rate == READS_PER_SECOND
 

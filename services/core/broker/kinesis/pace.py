@@ -101,18 +101,17 @@ class WritePace:
 READS_PER_SECOND = 5.0
 READ_BYTES_PER_SECOND = 2_000_000
 _LOWEST_READS = 0.2
-_READ_RECOVERY = 0.5
-"""Reads per second, per second."""
 
 
 class ReadPace:
-    """One shard's, for all groups of this process, with metrics. rate: reads per second."""
+    """One shard's, for all groups of this process, with metrics. rate: reads per second. refused: so many reads were."""
 
     def __init__(self, topic: str, shard: int, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: seconds, never set back."""
         self._clock = clock
         self._next = self._at = clock()
         self.rate = READS_PER_SECOND
+        self.refused = 0
         self._labels = (topic, str(shard))
         self._throttles = metrics.BROKER_READ_THROTTLES.labels(*self._labels)
         self._waits = metrics.BROKER_READ_WAIT.labels(*self._labels)
@@ -131,12 +130,14 @@ class ReadPace:
         return at - now
 
     def read(self, size: int) -> None:
-        """A read returned this many bytes."""
-        self._next = max(self._next, self._pass_time() + size / READ_BYTES_PER_SECOND)
+        """A read returned this many bytes. Who has a part of the reads has the same part of the bytes."""
+        now = self._pass_time()
+        self._next = max(self._next, now + size / READ_BYTES_PER_SECOND * READS_PER_SECOND / self.rate)
 
     def throttle(self) -> None:
         """The service refused a read."""
         self._throttles.inc()
+        self.refused += 1
         now = self._pass_time()
         self.rate = max(_LOWEST_READS, self.rate / 2)
         self._next = max(self._next, now + 1 / self.rate)
@@ -153,7 +154,7 @@ class ReadPace:
 
     def _pass_time(self) -> float:
         now = self._clock()
-        self.rate = min(READS_PER_SECOND, self.rate + (now - self._at) * _READ_RECOVERY)
+        self.rate = min(READS_PER_SECOND, self.rate + (now - self._at) * _RECOVERY * READS_PER_SECOND)
         self._at = now
         return now
 

@@ -1,5 +1,6 @@
 """GetShardIterator and GetRecords of one shard, paced, with our errors."""
 
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ FIRST_ENTRIES = 4
 """For the first read of a shard: an entry may be a megabyte, and many shards may be read at once."""
 
 _READ_BYTES = 1_000_000
+_PATIENCE_S = 20.0
+"""With what was read before: to begin again would take more of the shard's limits."""
 
 OLDEST: Mapping[str, Any] = {"ShardIteratorType": "TRIM_HORIZON"}
 
@@ -110,6 +113,17 @@ class ShardSource:
         # Milliseconds are coarse: after a full answer there may be more entries of the same one.
         return ReadResult(entries, behind or int(len(entries) >= limit), answer.get("NextShardIterator"))
 
+    async def _read_patiently(self, iterator: str, limit: int) -> ReadResult:
+        """As `read`. One that is refused is repeated at the pace, which is slower then, for 20 s at most."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return await self.read(iterator, limit)
+            except Throttled:
+                if time.monotonic() > deadline:
+                    raise
+            await self.acquire(iterator)
+
     @asynccontextmanager
     async def _throttled(self) -> AsyncIterator[None]:
         """A throttle slows down the next request."""
@@ -125,13 +139,13 @@ class ShardSource:
 
         Raises as `iterator` and `read`, with Unavailable for IteratorExpired.
         """
+        await self.pace.acquire()  # for the iterator and the first read: a shard gives five of each a second
         iterator: str | None = await self.iterator(where)
         size = min(limit, FIRST_ENTRIES)
         newest: int | None = None
         while iterator is not None:
-            await self.acquire(iterator)
             try:
-                answer = await self.read(iterator, size)
+                answer = await self._read_patiently(iterator, size)
             except IteratorExpired as error:  # this process was suspended for minutes
                 raise Unavailable(f"read {self.topic}[{self.shard}]: {error}") from error
             yield answer
@@ -143,3 +157,5 @@ class ShardSource:
                 newest = arrived + answer.millis_behind if newest is None else newest
                 if arrived > newest and not self.is_closed:
                     return
+            if iterator is not None:
+                await self.acquire(iterator)

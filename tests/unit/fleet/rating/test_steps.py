@@ -1,10 +1,15 @@
 """The course of a rating against a simulated instance: it finds the capacity, and says what limited it."""
 
+import asyncio
 import dataclasses
+from pathlib import Path
 
 import pytest
 
+from services.fleet.problem import CommandFailed
+from services.fleet.rating.rig import RIGS, LoadShape, run_rating
 from services.fleet.rating.steps import MOST_RATES, RatingStep, next_rate, rate_of, step_line, summary
+from services.fleet.stop import Stop
 
 
 def instance(rate: float, capacity: float, full: float = 1.0, source: float = 0.2, machine: float = 0.5) -> RatingStep:
@@ -77,3 +82,22 @@ def test_lines() -> None:
     assert (
         summary("expel", rate_of(run(4321.0)))[0] == "One expel instance handles 4,700 events a second on this machine."
     )
+
+
+def test_what_a_killed_rating_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: each `penstock rate` that is killed leaves its log, up to some GB, for ever."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / "penstock-rate-killed"
+    left.mkdir()
+    (left / "penstock.lock").touch()
+    seen = list[Path]()
+
+    def broken_rig(folder: Path, *_: object) -> None:
+        seen.append(folder)
+        raise CommandFailed("it does not start")
+
+    monkeypatch.setitem(RIGS, "expel", broken_rig)
+    with pytest.raises(CommandFailed):
+        asyncio.run(run_rating("expel", LoadShape(1, 1), 1.0, 1.0, Stop(), lambda _step: None))
+    assert seen[0].parent == tmp_path
+    assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The temporary folders of `penstock try`, `check` and `demo`."""
+"""Temporary folders, such as those of `penstock try`, `check`, `demo` and `rate`."""
 
 import fcntl
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from services.fleet.temporary import TemporaryFolder, temporary_folder
+from services.core.temporary import TemporaryFolder, temporary_folder
 
-HOLD = "from services.fleet.temporary import TemporaryFolder; print(TemporaryFolder('try').folder, flush=True); input()"
+HOLD = "from services.core.temporary import TemporaryFolder; print(TemporaryFolder('try').folder, flush=True); input()"
 
 
 def test_a_killed_process_leaves_nothing_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Folders below the temporary folder, which end with the process, also when it is killed: the next one removes them."""
+"""Temporary folders, which end with the process, also when it is killed: the next one removes them."""
 
 import fcntl
 import os
@@ -16,13 +16,14 @@ _LOCK = "penstock.lock"
 class TemporaryFolder:
     """A new folder `penstock-KIND-*`. Removes those of the same kind and user that a killed process left. Blocking.
 
-    Raises OSError.
+    parent: where; by default the temporary folder of the system. Raises OSError.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, parent: Path | None = None) -> None:
         prefix = f"penstock-{kind}-"
-        _remove_left(Path(tempfile.gettempdir()), prefix)
-        self.folder = Path(tempfile.mkdtemp(prefix=prefix))
+        parent = Path(tempfile.gettempdir()) if parent is None else parent
+        _remove_left(parent, prefix)
+        self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         self._lock = os.open(self.folder / f".{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         (self.folder / f".{_LOCK}").rename(self.folder / _LOCK)
@@ -39,9 +40,9 @@ class TemporaryFolder:
 
 
 @contextmanager
-def temporary_folder(kind: str) -> Iterator[Path]:
+def temporary_folder(kind: str, parent: Path | None = None) -> Iterator[Path]:
     """The folder of a `TemporaryFolder`, removed at the end."""
-    made = TemporaryFolder(kind)
+    made = TemporaryFolder(kind, parent)
     try:
         yield made.folder
     finally:
