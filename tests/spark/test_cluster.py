@@ -224,3 +224,30 @@ def test_workers_master_broker_and_driver_come_and_go(
     assert counts.total() - total - 4 <= 4 * batch, "more again than the batches at work"
     assert not asyncio.run(pipeline.read_now("dead")), "an innocent event was rejected"
     assert numbers(pipeline.reports(), "passed") == set(range(total + 4))
+
+
+def test_one_event_ends_its_executor_each_time(
+    pipeline: BrokerPipeline, spark_cluster: SparkCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, one event that takes all memory of an executor stops its pipe for good, or takes others with it."""
+    (tmp_path / "spark-defaults.conf").write_text(
+        "spark.task.maxFailures 1\n"
+    )  # four by default: as many executors end
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
+    healthy, poison = {0, 1, 3}, 2
+    sql = f"SELECT event, length(repeat('x', IF(n = {poison}, 2000000000, 1))) AS size FROM {{s}}"
+    pipeline.chosen(columns=COLUMNS, sql=sql, mode="micro-batch")
+    send(pipeline, 0, 4)
+    with ServiceProcess(tmp_path, pipeline.url, *on(spark_cluster)) as service:
+        service.start()
+        all_healthy = {f"id-{n}" for n in healthy}
+        wait_for(
+            lambda: set(pipeline.ids_so_far()) >= all_healthy, "the others"
+        )  # twice, if they were written before the end
+        [letter] = pipeline.records("dead", 1)
+        service.terminate()
+    assert read_id(letter) == f"id-{poison}"
+    assert set(pipeline.ids_so_far()) == all_healthy
+    assert numbers(pipeline.reports(), "passed") == healthy
+    assert numbers(pipeline.reports(), "dead") == {poison}
+    assert "executors_lost" in service.output.read_text()

@@ -45,7 +45,11 @@ GROUPS: tuple[tuple[str, ...], ...] = (
         "tests/spark/test_kinesis_cluster.py::test_executors_and_drivers_die",
         "tests/spark/test_executor_group.py::test_executors_are_a_group",
     ),
-    (f"{_SERVICE}test_an_event_that_takes_all_memory", f"{_KAFKA}test_real_time_event_that_takes_all_memory"),
+    (
+        f"{_SERVICE}test_an_event_that_takes_all_memory",
+        f"{_KAFKA}test_real_time_event_that_takes_all_memory",
+        "tests/spark/test_cluster.py::test_one_event_ends_its_executor_each_time",
+    ),
     (
         f"{_SERVICE}test_killed_in_the_middle",
         f"{_KAFKA}test_killed_in_the_middle",
