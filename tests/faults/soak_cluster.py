@@ -328,7 +328,7 @@ def run(kills: int, rate: float, seed: int) -> int:
         pipeline = stack.enter_context(BrokerPipeline(no_session, url, folder, partitions=PARTITIONS))
         pipeline.chosen(columns=COLUMNS, sql=SQL, max_events=20_000, mode="micro-batch")
         arguments = ["--master", cluster.url, "--driver-host", "127.0.0.1", "--executors", "2", "--executor-cores", "1"]
-        arguments += ["--executor-memory", "450MiB", "--memory", "512MiB", *store.options("fleet")]
+        arguments += ["--executor-memory", "480MiB", "--memory", "512MiB", *store.options("fleet")]
         drivers = Drivers(pipeline, StoredCheckpoint(store, "fleet", pipeline.pipe), arguments)
         stack.callback(drivers.stop)
         drivers.start()

@@ -94,7 +94,7 @@ def send(pipeline: BrokerPipeline, first: int, end: int) -> None:
 def on(cluster: SparkCluster) -> list[str]:
     """The settings of a service on this cluster."""
     driver = ["--driver-host", "127.0.0.1"]
-    executors = ["--executors", "2", "--executor-cores", "1", "--executor-memory", "450MiB"]
+    executors = ["--executors", "2", "--executor-cores", "1", "--executor-memory", "480MiB"]
     return ["--master", cluster.url, *driver, *executors, "--memory", "512MiB"]
 
 

@@ -268,9 +268,8 @@ class Query:
 
 @pytest.fixture
 def on_virtual_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        ReadPace.__init__, "__defaults__", (lambda: time.monotonic(),)
-    )  # it keeps the clock of its import
+    clock = lambda: time.monotonic()  # noqa: E731 - ReadPace keeps the function that it was defined with
+    monkeypatch.setattr(ReadPace.__init__, "__defaults__", (clock,))
     monkeypatch.setattr("spark.sources.kinesis.connection", lambda _url: _here.process)
     monkeypatch.setattr("spark.brokers.kinesis.metrics", SimpleNamespace(BROKER_READ_THROTTLES=_TOLD))
     monkeypatch.setattr(ends, "sync", lambda _path: None)
@@ -344,13 +343,10 @@ class Scene:
 
 
 def run(main: Callable[[Scene], Coroutine[Any, Any, None]], path: Path) -> None:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-
     async def begin() -> None:
-        await main(Scene(path, random.Random(seed)))
+        await main(Scene(path, random.Random(1)))
 
-    run_virtually(begin(), seed=seed)
+    run_virtually(begin(), seed=1)
 
 
 def test_one_query_stays_within_the_limits(on_virtual_clock: None, tmp_path: Path) -> None:

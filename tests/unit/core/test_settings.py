@@ -109,6 +109,6 @@ def test_settings_are_frozen() -> None:
 
 def test_memory_that_spark_refuses() -> None:
     """Broken: a heap that Spark does not start with is found by Spark, and looks like a crash that is worth another try."""
-    with pytest.raises(BadConfiguration, match=r"--memory: Spark needs at least 450MiB\. Try: 1GiB"):
-        load_settings(TransformSettings, ["--memory", "449MiB"], {})
-    assert load_settings(TransformSettings, ["--memory", "450MiB"], {}).memory == 450 << 20
+    with pytest.raises(BadConfiguration, match=r"--memory: Spark needs at least 480MiB\. Try: 1GiB"):
+        load_settings(TransformSettings, ["--memory", "479MiB"], {})
+    assert load_settings(TransformSettings, ["--memory", "480MiB"], {}).memory == 480 << 20
