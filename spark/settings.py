@@ -21,7 +21,6 @@ from spark.object_store import SCHEME, ObjectStore, parse_checkpoints
 
 _LEAST_MEMORY = 480 << 20
 """Spark wants 450 MiB of heap. Java's serial collector leaves out a thirtieth of what it gets."""
-"""Spark itself refuses to start with less."""
 
 
 def _enough(memory: int) -> int:
