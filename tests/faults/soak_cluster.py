@@ -45,7 +45,8 @@ KINDS = {"kill worker": 3.0, "kill executor": 3.0, "kill driver": 2.0, "kill sta
 """How often each kind strikes, as a share."""
 GAP = (0.2, 1.5)
 DRIVER_FREEZES_S = (120.0, 90.0)
-"""After the longer one the driver may end at once, as Java gave no answer for two minutes. After the other one it goes on."""
+"""Longer on a machine where the other driver has not yet worked. After two minutes the thawed one may end at once, as Java gave
+no answer for so long. After less it goes on."""
 EXECUTOR_FREEZE_S = 90.0
 """Longer than Spark waits for a sign of life."""
 SETTLE_S = 420.0
@@ -222,16 +223,15 @@ class ClusterSoak:
         self._wait(checkpoint.has_batch_at_work, SETTLE_S, "a batch")  # which the other one has to do again
         frozen.signal(signal.SIGSTOP)
         begun = time.monotonic()
-        taken = self._wait(lambda: checkpoint.claim() > claim, seconds, "a takeover")
+        taken = self._wait(lambda: checkpoint.claim() > claim, SETTLE_S, "a takeover from the frozen driver")
         stored, came = self.feed.sent, len(self.arrivals.counts)
         # More ids than there were events: one was stored after the takeover.
-        left = begun + seconds - time.monotonic()
-        fresh = taken + self._wait(lambda: len(self.arrivals.counts) > stored, left, "a new event after the takeover")
+        fresh = taken + self._wait(lambda: len(self.arrivals.counts) > stored, SETTLE_S, "an event after the takeover")
         self.recoveries += [("freeze driver, until the takeover", taken), ("freeze driver, until a new event", fresh)]
         self._wait(lambda: time.monotonic() > begun + seconds, seconds, "the thaw")
         came, before = len(self.arrivals.counts) - came, len(frozen.said())
         frozen.signal(signal.SIGCONT)
-        self.faults[f"freeze driver {seconds:.0f} s"] += 1
+        self.faults[f"freeze driver {time.monotonic() - begun:.0f} s"] += 1
         ended = self._wait(
             lambda: bool(self._end_of_work(frozen, before)), SETTLE_S, "the thawed driver's end of work", restart=False
         )
