@@ -26,13 +26,14 @@ FOLDER = REPOSITORY / "infra" / "aws"
 PIPES = REPOSITORY / "infra" / "kubernetes" / "base" / "config" / "pipes.yaml"
 POLICIES = {
     "ingest": "IngestPolicy",
+    "transform": "TransformPolicy",
     "expel": "ExpelPolicy",
     "global-retrier": "GlobalRetrierPolicy",
     "observer": "ObserverPolicy",
     "autoscaler": "AutoscalerPolicy",
 }
-MAX_OF_ONE = {"observer": 2, "autoscaler": 1}
-"""Services of which there is one: the most instances during an update."""
+MAX_OF_ONE = {"transform": 2, "observer": 2, "autoscaler": 1}
+"""Services of which one works: the most instances during an update."""
 SECRET = f"arn:aws:secretsmanager:{REGION}:123456789012:secret:penstock-ingest-AbCdEf"
 _READY_S = 600.0
 

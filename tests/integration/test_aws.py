@@ -14,7 +14,16 @@ from services.core.aws_emulator import kinesis_url
 from services.core.broker.connect import open_broker
 from services.core.pipe_file.pipes import load_pipes
 from services.core.provision import ensure_topics, wanted_topics
-from tests.integration.aws_account import MAX_OF_ONE, PIPES, POLICIES, SECRET, Account, deploy_fleet, open_account
+from tests.integration.aws_account import (
+    FOLDER,
+    MAX_OF_ONE,
+    PIPES,
+    POLICIES,
+    SECRET,
+    Account,
+    deploy_fleet,
+    open_account,
+)
 
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/penstock:0.1.0"
 COMMANDS = {
@@ -28,6 +37,9 @@ COMMANDS = {
     "dnf": "",
     "systemctl": "",
     "docker": "",
+    "sudo": '"$@"',
+    "chown": "",
+    "python3.11": 'case "$*" in *venv*) mkdir -p "$3/bin"; ln -sf "$0" "$3/bin/python" ;; esac',
 }
 """What stands in for the commands that reach out of an instance, each in bash. The group wants it gone after one wait."""
 
@@ -73,13 +85,16 @@ def test_each_service_is_a_group_of_its_own(account: Account, service: str) -> N
     assert (group["MinSize"], group["MaxSize"]) == ((1, MAX_OF_ONE[service]) if service in MAX_OF_ONE else (2, 8))
     assert bool(group["TargetGroupARNs"]) == (service == "ingest")
     assert group["HealthCheckType"] == "EC2", "a broker that is away would cost every instance its life"
-    assert f" $image services.{service.replace('-', '_')}\n" in script
+    module = "spark" if service == "transform" else f"services.{service.replace('-', '_')}"
+    assert f" $image {module}\n" in script
     assert "${" not in script, "not replaced by CloudFormation"
 
 
 @pytest.mark.parametrize("service", POLICIES)
 def test_instances_may_do_only_their_own(account: Account, service: str) -> None:
-    """Broken: a service's instances may read a secret, let an instance go or scale a group of others."""
+    """Broken: a service's instances may read a secret, change files, let an instance go or scale a group of others; or a
+    transform may not write its checkpoints.
+    """
     rights = account.rights(service)
     own = [rights["autoscaling:CompleteLifecycleAction"]]
     if service != "autoscaler":  # which may also have instances of the groups replaced that it scales
@@ -91,14 +106,27 @@ def test_instances_may_do_only_their_own(account: Account, service: str) -> None
     anywhere = {action for action, where in rights.items() if where == "*" and not action.startswith("ssm")}
     looks = {"autoscaling:DescribeAutoScalingGroups", "autoscaling:DescribeLifecycleHooks", "ec2:DescribeInstances"}
     assert anywhere == {"ecr:GetAuthorizationToken"} | (looks if service == "autoscaler" else set())
-    bucket = account.outputs["data"]["Bucket"]
-    assert rights["s3:GetObjectVersion"] == [f"arn:aws:s3:::{bucket}/{name}.yaml" for name in ("pipes", "penstock")]
+    name = account.outputs["data"]["Bucket"]
+    bucket = f"arn:aws:s3:::{name}"
+    in_bucket = {action: where for action, where in rights.items() if action.startswith("s3:")}
+    assert in_bucket.pop("s3:GetObjectVersion") == [f"{bucket}/{file}.yaml" for file in ("pipes", "penstock")]
+    files = ("GetObject", "PutObject", "DeleteObject", "AbortMultipartUpload")
+    checkpoints = {f"s3:{action}": f"{bucket}/checkpoints/*" for action in files}
+    checkpoints |= {"s3:ListBucket": bucket, "s3:GetBucketLocation": bucket}
+    assert in_bucket == (checkpoints if service == "transform" else {})
+    assert f" --env PENSTOCK_TRANSFORM_CHECKPOINTS=s3a://{name}/checkpoints " in account.user_data(service)
 
 
 def run_on_instance(
-    script: str, root: Path, *, answers: str = "readyz healthz", status: int = 0, failing: tuple[str, ...] = ()
+    script: str,
+    root: Path,
+    *arguments: str,
+    answers: str = "readyz healthz",
+    status: int = 0,
+    failing: tuple[str, ...] = (),
 ) -> list[str]:
-    """Run a script of an instance on a root of its own. Returns what it told the commands that reach out, in order.
+    """Run a script of an instance, with these arguments, on a root of its own. Returns what it told the commands that reach out,
+    in order.
 
     answers: the paths at which the service answers 200. status: of the script. failing: commands that do not work.
     """
@@ -111,12 +139,21 @@ def run_on_instance(
             f'#!/bin/bash\necho "{name} $*" >>"$FAKE/said"\n{"exit 1" if name in failing else body}\n'
         )
         (fake / name).chmod(0o755)
-    for path in ("/etc/penstock", "/etc/systemd/system", "/usr/local/sbin"):
+    for path in (
+        "/etc/penstock",
+        "/etc/systemd/system",
+        "/usr/local/sbin",
+        "/opt/penstock",
+        "/var/lib",
+        "/mnt/var/lib",
+    ):
         (root / path[1:]).mkdir(parents=True, exist_ok=True)
-        script = script.replace(path, f"{root}{path}")
-    script = script.replace("install -m 640 -g 10001", "install -m 640")  # not everybody may give a file away
+        script = re.sub(rf"(?<![\w/]){path}", f"{root}{path}", script)
+    script = re.sub("(install -m [0-7]+) -[go] [a-z0-9]+", r"\1", script)  # not everybody may give a file away
     environment = {"PATH": f"{fake}{os.pathsep}{os.environ['PATH']}", "FAKE": str(fake)}
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", script, "script", *arguments], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == status, done.stderr
     said = (fake / "said").read_text().splitlines()
     (fake / "said").unlink()
@@ -247,3 +284,37 @@ def test_the_autoscaler_may_ask_the_others(account: Account) -> None:
         callers = account.callers(service)
         assert callers[9100] & memberships
         assert callers.get(8081) == ({autoscaler} if service == "observer" else None)
+
+
+@pytest.mark.parametrize(
+    ("primary", "secret"), [(True, SECRET), (True, "none"), (False, SECRET)], ids=["primary", "without-token", "core"]
+)
+def test_a_node_of_emr_gets_what_its_part_needs(tmp_path: Path, primary: bool, secret: str) -> None:
+    """Broken: the cluster's nodes do not start, executors have no packages, a core node runs a second transform or has the
+    secret, or the transform begins without its files or its token.
+    """
+    node = tmp_path / "mnt" / "var" / "lib" / "info" / "instance.json"
+    node.parent.mkdir(parents=True)
+    node.write_text(f'{{"isMaster": {str(primary).lower()}, "isRunningNameNode": false}}')
+    script = (FOLDER / "emr-bootstrap.sh").read_text()
+    wheel = "penstock-0.1.0-py3-none-any.whl"
+    said = run_on_instance(script, tmp_path, "mine", wheel, "eu-west-1", "acme.", "2-10", secret)
+    fetched = [line.split(" s3://mine/")[1].split()[0] for line in said if line.startswith("aws s3 cp")]
+    assert fetched == [wheel, *(["pipes.yaml", "penstock.yaml"] if primary else [])]
+    packages = said.index(f"python3.11 -m pip install --quiet /tmp/{wheel}")
+    assert said.index(f"aws s3 cp --quiet s3://mine/{wheel} /tmp/{wheel}") < packages
+    assert any(line.startswith("dnf ") and "java-17" in line for line in said[:packages])
+    token, unit = (tmp_path / "etc" / path for path in ("penstock/transform.token", "systemd/system/penstock.service"))
+    asked = [line for line in said if "get-secret-value" in line]
+    with_token = primary and secret != "none"
+    assert (len(asked), token.exists(), unit.exists()) == (with_token, with_token, primary)
+    assert [line for line in said if line.startswith("systemctl")] == ["systemctl enable --now penstock"] * primary
+    if with_token:
+        assert f" --region eu-west-1 --secret-id {SECRET} " in asked[0]
+        assert (token.read_text(), token.stat().st_mode & 0o777) == ("hidden\n", 0o600)
+    if primary:
+        text = unit.read_text()
+        assert text.count(f"PENSTOCK_TRANSFORM_CONTROL_TOKEN_FILE={token}\n") == with_token
+        assert f"\nExecStart={tmp_path}/opt/penstock/bin/python -m spark\n" in text
+        for setting in ("BROKER=kinesis://eu-west-1?prefix=acme.", "TRANSFORM_EXECUTORS=2-10", "TRANSFORM_MASTER=yarn"):
+            assert f"PENSTOCK_{setting} " in text

@@ -119,8 +119,8 @@ def make_result(
 ) -> DemoResult:
     """Counts of events; times in ms as P50, P95, P99; seconds: from the first event sent to the last one delivered.
 
-    first: so many deliveries waited for Spark to compile its query. Their lags are in `first_e2e_lag_ms`, the others' in
-    `e2e_lag_ms`.
+    mode: of the transform, `real-time` or `micro-batch`; empty when no metric says so. first: so many deliveries waited for Spark
+    to compile its query. Their lags are in `first_e2e_lag_ms`, the others' in `e2e_lag_ms`.
     """
     to = {"pipe": PIPE, "destination": DESTINATION}
     dead = sample.total("penstock_transform_events_dead_total") + sample.total("penstock_expel_events_dead_total")
@@ -129,6 +129,7 @@ def make_result(
     return {
         "ok": accepted == sent and tracker.is_good(int(dead)),
         "broker": broker,
+        "mode": next((labels["mode"] for labels, _ in sample.children("penstock_transform_mode", pipe=PIPE)), ""),
         "sent": sent,
         "accepted": accepted,
         "transformed": int(sample.total("penstock_transform_events_written_total", pipe=PIPE)),

@@ -9,13 +9,14 @@ from services.core.broker.producer import Producer
 from services.core.control.pauses import Pause
 from services.core.lag import LagHistogram
 from services.core.ledger.fields import FieldSample
-from services.core.ledger.report import LagSet
+from services.core.ledger.report import LagSet, SparkFigures
 from services.core.ledger.reporter import LagTap
 from services.observer.follower import Follower
 from services.observer.health import Health, find_health, list_pauses
 from services.observer.ledger.flow import Flow, PipeFlow
 from services.observer.ledger.table import Table
 from services.observer.planned import PlannedWindows
+from services.observer.transforms import TransformView
 from services.observer.view import CauseView, LossCell, ShardView, View, make_view
 from tests.support.memory_appender import MemoryAppender
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, accept, beat, hear, tell
@@ -32,6 +33,7 @@ def view_of(*reports: Any, flow: Flow = PLAIN) -> View:
         hear(follower.table, report)
         follower.lags.record(report)
         follower.fields.record(report)
+        follower.transforms.record(report)
     follower.fields.refresh()
     return make_view(
         follower,
@@ -42,6 +44,15 @@ def view_of(*reports: Any, flow: Flow = PLAIN) -> View:
         lambda pipe, destination: (CAUSE,),
         lambda pipe: (SHARD,),
     )
+
+
+def lags(**medians: int) -> tuple[LagSet, ...]:
+    taken = []
+    for kind, millis in medians.items():
+        tap = LagTap(kind, histogram := LagHistogram())
+        histogram.observe([millis] * 10)
+        taken.append(tap.drain(MINUTE))
+    return tuple(lag for lag in taken if lag is not None)
 
 
 def test_everything_told_is_shown() -> None:
@@ -58,6 +69,11 @@ def test_everything_told_is_shown() -> None:
         tell("expel", "late", "delivered", range(590), destination="ops"),
         tell("expel", "late", "retrying", range(590, 595), destination="ops"),
         said,
+        msgspec.structs.replace(
+            beat("transform", "late", at_ms=NOW, behind_ms=7),
+            lags=lags(lag_out=250),
+            spark=SparkFigures(10.0, 500, 20, 4_000, 900, 3, 2_048, 2, "http://127.0.0.1:4040", True),
+        ),
     )
     (pipe,) = view.pipes
     assert (pipe.health, pipe.reasons, pipe.per_second) == ("degraded", ("because",), 10.0)
@@ -68,6 +84,10 @@ def test_everything_told_is_shown() -> None:
     assert pipe.shards == (SHARD,)
     assert [(one.step, one.name, one.mean, one.drift) for one in pipe.fields] == [("expel to ops", "delay", 3.0, "")]
     assert [row.minute for row in pipe.lag] == [MINUTE]
+    assert pipe.transform is not None
+    lag_out = pipe.transform.lag_p95_ms
+    assert lag_out == pytest.approx(250, rel=0.02)
+    assert pipe.transform == TransformView(50, 2, 200, 900, lag_out, 7, 3, 2_048, 2, "http://127.0.0.1:4040", True)
     assert [group.service for group in view.groups] == ["ingest", "transform", "expel"]
 
 
@@ -102,15 +122,6 @@ def test_a_fleet_that_has_said_nothing_has_a_view() -> None:
 
 def test_the_transform_has_a_share_of_its_own() -> None:
     """Broken: the pie says that the time goes into transit, and nobody sees that the transform is slow; or it counts twice."""
-
-    def lags(**medians: int) -> tuple[LagSet, ...]:
-        taken = []
-        for kind, millis in medians.items():
-            tap = LagTap(kind, histogram := LagHistogram())
-            histogram.observe([millis] * 10)
-            taken.append(tap.drain(MINUTE))
-        return tuple(lag for lag in taken if lag is not None)
-
     ingest = msgspec.structs.replace(beat("ingest", "flights", at_ms=NOW), lags=lags(ingest_time=10))
     expel = msgspec.structs.replace(beat("expel", "late", "ops", at_ms=NOW), lags=lags(transit_time=500, expel_time=20))
     (pipe,) = view_of(ingest, expel).pipes

@@ -11,7 +11,7 @@ from services.core import metrics
 from services.core.broker.contract import Broker, PartitionRange, TopicSpec
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
-from services.core.ledger.report import SNAPSHOTS, TELEMETRY, LagSet, Report
+from services.core.ledger.report import SNAPSHOTS, TELEMETRY, LagSet, Report, SparkFigures
 from services.observer import snapshot_log
 from services.observer.alarms import MAX_UNSENT, Alarm
 from services.observer.follower import Follower
@@ -23,7 +23,7 @@ from services.observer.snapshot import FollowerState
 from services.observer.watch import Watch
 from tests.unit.observer.ledger.following import DEADLINE_S, FINAL_MS, OPS, Observer, alive, losing, report
 from tests.unit.observer.ledger.snapshots import dump_v1, records_v1
-from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, hear, tell
+from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, beat, hear, tell
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -132,6 +132,21 @@ async def test_lags_are_merged_and_a_report_that_comes_twice_counts_once(broker:
             await observer.caught_up()
         ((_, histogram),) = observer.follower.lags.kinds(MINUTE).items()
         assert (histogram.count, histogram.total_ms) == (6, 60)
+
+
+async def test_what_a_transform_says_of_its_spark_is_kept(broker: Broker) -> None:
+    """Broken: a transform reports its batches, and the page shows nothing of it."""
+    async with Producer(broker.appender) as producer:
+        said = msgspec.structs.replace(
+            beat("transform", "late", at_ms=START_MS), spark=SparkFigures(10.0, 500, 20, 4_000, 900, real_time=True)
+        )
+        await report(broker, said)
+        observer = Observer(broker, producer)
+        async with observer.running():
+            await observer.caught_up()
+        shown = observer.follower.transforms.view("late", START_MS, lambda: None, None)
+        assert shown is not None
+        assert (shown.per_second, shown.batch_ms, shown.longest_ms, shown.real_time) == (50, 200, 900, True)
 
 
 async def test_an_alarm_that_was_not_told_is_told_after_a_restart(broker: Broker) -> None:
