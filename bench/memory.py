@@ -145,9 +145,9 @@ def long_backlog(setup: Setup) -> list[Figure]:
     """On Kafka, a transform with default settings: its highest memory in each piece of the backlog."""
     folder = setup.folder / "long-backlog"
     folder.mkdir()
-    (folder / "pipes.yaml").write_text(TRANSFORM_PIPES)
+    (folder / "pipes.yaml").write_text(TRANSFORM_PIPES.replace("EVENTS", "events"))
     make_topics(setup.kafka, folder / "pipes.yaml")
-    asyncio.run(fill(setup.kafka, "EVENTS", LONG_BACKLOG))
+    asyncio.run(fill(setup.kafka, "events", LONG_BACKLOG))
     port, peaks, begun = free_port(), list[float](), time.monotonic()
     child = Child(folder, "spark", *_shared(setup.kafka, folder / "pipes.yaml", port), "--data", str(folder))
     with child:
