@@ -84,11 +84,12 @@ class Child:
         return int(self._watched.memory_info().rss)
 
     def family_rss(self) -> int:
-        """Resident bytes now of it and everything that it started. What processes share counts in each."""
+        """Resident bytes now of it and everything that it started. What processes share counts in each, but for those that are
+        younger than a second: until such a one runs a program of its own, all of its parent's memory is its, too."""
         total = self.rss()
         for member in self._watched.children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # it ended just now
-                total += int(member.memory_info().rss)
+                total += int(member.memory_info().rss) if time.time() - member.create_time() > 1 else 0
         return total
 
     def send(self, number: signal.Signals) -> None:

@@ -27,6 +27,7 @@ from pyspark.sql.types import (
 
 from services.core import event as names
 from services.core.ledger.report import MAX_NUMBER
+from spark.jvm.classes import MOMENT
 from spark.records import EVENT, EVENT_TYPE, HEADERS, READ, STAMPED_EVENT_TYPE, VALUE
 from spark.transforms.output_filters import OutputFilters
 from spark.transforms.view import READ_AT
@@ -47,7 +48,7 @@ class OriginNumbering(NamedTuple):
         """The packed origin of a row. A task's rows beyond the room for them go to another partition of the incarnation."""
         row = f.monotonically_increasing_id().bitwiseAND((1 << 33) - 1)
         partition = f.spark_partition_id() + f.shiftright(row, _ROWS.bit_length() - 1) * _TASKS
-        number = f.lit(self.first) + row.bitwiseAND(_ROWS - 1)
+        number = _moment(f.lit(self.first)) + row.bitwiseAND(_ROWS - 1)
         return f.concat_ws(":", f.lit(self.incarnation), partition.cast("string"), number.cast("string"))
 
 
@@ -163,16 +164,23 @@ def _expect_new_event(fields: Mapping[str, StructField]) -> None:
 
 
 def _new_event(fields: Mapping[str, StructField], numbering: OriginNumbering | None) -> tuple[Column, Column, Column]:
-    now = f.current_timestamp() if numbering is None else f.timestamp_millis(f.lit(numbering.at_ms))
+    millis = _moment(f.unix_millis(f.current_timestamp()) if numbering is None else f.lit(numbering.at_ms))
+    now = f.timestamp_millis(millis)
     key = f.col("key").cast("binary") if "key" in fields else f.lit(None).cast("binary")
     time = f.coalesce(f.col("time"), now) if "time" in fields else now
     event_id = _or_raise(f.col("id"), "the transform returned a row without id").cast("binary")
-    arrival = f.unix_millis(now).cast("string").cast("binary")
+    arrival = millis.cast("string").cast("binary")
     pairs = [(names.ID, event_id), (names.ARRIVAL, arrival)]
     if numbering is not None:
         pairs.append((names.ORIGIN, numbering.origin().cast("binary")))
     headers = f.array(*[f.struct(f.lit(name).alias("key"), value.alias("value")) for name, value in pairs])
     return key, time, headers.cast(HEADERS)
+
+
+def _moment(number: Column) -> Column:
+    """A number that another batch has another one of. A plain one would be in the code that Spark generates, and each batch would
+    compile its own code."""
+    return f.call_function(MOMENT, number.cast("long"))
 
 
 def _payload(payload: StructType, declared: set[str], *, decimals_as_text: bool) -> Column:

@@ -21,6 +21,7 @@ from services.core.broker.log.topics import create_topic
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
 from services.core.event import ARRIVAL, ID, ORIGIN
+from services.core.lag import LagHistogram
 from services.core.ledger.report import TELEMETRY, Outcome, Report, decode_report, unpack_numbers
 from spark.batch_report import BatchReport
 from spark.brokers.contract import Backlog
@@ -90,6 +91,14 @@ def numbers(reports: Iterable[Report], outcome: Outcome) -> set[int]:
     """The numbers of all events with this outcome, in whatever incarnation and partition."""
     sets = (reported for report in reports for reported in report.sets if reported.outcome == outcome)
     return {number for reported in sets for number in unpack_numbers(reported.numbers)}
+
+
+def merged_lags(reports: Iterable[Report], kind: str) -> LagHistogram:
+    """All lags of this kind."""
+    merged = LagHistogram()
+    for lag in (lag for report in reports for lag in report.lags if lag.kind == kind):
+        merged.merge(LagHistogram.load({"count": lag.count, "total_ms": lag.total_ms, "buckets": lag.buckets}))
+    return merged
 
 
 def interrupt_queries(session: SparkSession) -> None:

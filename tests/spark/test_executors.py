@@ -1,9 +1,14 @@
 """What the watch over a cluster's executors makes of what it sees, on a clock of its own."""
 
+from typing import Any
+
 import pytest
 from prometheus_client import REGISTRY
 
 from spark.cluster.executors import FRESH_S, WITHOUT_S, ExecutorsGoneError, ExecutorState, ExecutorWatch
+from spark.jobs.job import Job
+from tests.spark.stored_marks import StoredMarks
+from tests.spark.test_state import HOUR, prepared
 
 MASTER = "spark://one:7077"
 
@@ -84,3 +89,25 @@ def test_an_application_that_was_ended() -> None:
     watched.see(stopped=True)
     with pytest.raises(ExecutorsGoneError, match=f"{MASTER} has ended the application"):
         watched.watch.check()
+
+
+def test_the_number_of_executors_is_shown() -> None:
+    """If this fails, the metric or the pipe's report has another number of executors than Spark, or another figure for it."""
+    watched = Watched()
+    broker: Any = None
+    job = Job(
+        prepared(HOUR),
+        broker,
+        StoredMarks(),
+        checkpoints="",
+        ledger=True,
+        on_batch=lambda _: None,
+        on_state=lambda _: None,
+        executors=watched.watch.count,
+        ui="http://127.0.0.1:4040",
+    )
+    for ids in (("0", "1", "2"), ("0", "2"), ()):
+        watched.see(*ids)
+        assert REGISTRY.get_sample_value("penstock_transform_executors") == len(ids)
+        figures = job._take_figures(10.0, 5)
+        assert (figures.executors, figures.ui, figures.events) == (len(ids), "http://127.0.0.1:4040", 5)

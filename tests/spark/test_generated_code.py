@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
@@ -16,7 +17,8 @@ from spark.brokers.kafka import for_sink, restored_time
 from spark.java import jvm
 from spark.records import RAW
 from spark.transforms.output import OutShape
-from spark.transforms.view import SourceView
+from spark.transforms.view import FAILED_CHECK, SourceView
+from tests.spark.log_pipeline import NOW, LogPipeline, event, wait_for
 
 _COLUMNS = StructType().add("id", "string").add("user", "string").add("price", "double")
 _MAX_BYTES = 100_000
@@ -35,7 +37,8 @@ def _restored(raw: DataFrame) -> DataFrame:
 
 def _out(raw: DataFrame) -> DataFrame:
     view = SourceView(_COLUMNS)
-    result = view.good(view.check(raw)).where("price > 1").selectExpr("event", "user", "price * 2 AS price")
+    checked = view.check(raw).observe("in", f.count(f.lit(1)).alias("events"), f.count(FAILED_CHECK).alias("bad"))
+    result = view.good(checked).where("price > 1").selectExpr("event", "user", "price * 2 AS price")
     return OutShape(result.schema, declared=_COLUMNS.names, max_bytes=_MAX_BYTES).apply(result)
 
 
@@ -59,6 +62,7 @@ def test_the_projection_of_the_output_is_not_interpreted(spark: SparkSession) ->
     assert steps[0], text
     assert "lambdafunction" not in text
     assert text.count("StructsToJsonEvaluator") == 1, "the payload is made more than once"
+    assert text.count("from_json") == 1, "the payload is parsed more than once"
 
 
 @pytest.mark.parametrize(
@@ -121,14 +125,47 @@ def test_headers_count_against_the_limit_of_a_record(spark: SparkSession, more: 
 def test_no_batch_compiles_code_of_its_own(spark: SparkSession) -> None:
     """Otherwise each batch compiles code for some hundred events, because the time of the batch is written in it."""
     seen = (began(), count_by_lag(age(f.col("timestamp"))).alias("lags"))
-    frame = _records(spark, [(names.ID, b"1")]).observe("seen", *seen)
-    compiled = jvm(spark).org.apache.spark.metrics.source.CodegenMetrics.METRIC_COMPILATION_TIME()
+    frame = _records(spark, [(names.ID, b"1")]).observe("seen", *seen).select(f.col("topic").alias("id"), "value")
+    made = OutShape(frame.schema, declared=["value"], max_bytes=_MAX_BYTES).apply(frame)
 
     def run() -> int:
         time.sleep(0.002)  # another moment
-        frame.write.format("noop").mode("overwrite").save()
-        return int(compiled.getCount())
+        made.write.format("noop").mode("overwrite").save()
+        return _compiled(spark)
 
     first = run()
     assert run() == first
     assert run() == first
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT event, upper(user) AS user FROM s",
+        "SELECT concat(event.id, '-new') AS id, event.key AS key, upper(user) AS user FROM s",
+        "SELECT string(window.start) AS id, count(*) AS events FROM s GROUP BY window(event_time, '1 minute')",
+    ],
+    ids=["events", "new events", "counts"],
+)
+def test_the_batches_of_a_pipe_share_their_code(pipeline: LogPipeline, sql: str) -> None:
+    """Otherwise a pipe whose batches are small has Spark compile in each of them. Those of the first two are planned
+    one by one."""
+    watermark = {"watermark": "1m"} if "event_time" in sql else {}
+    chosen = pipeline.pipe(columns="user STRING", sql=sql, max_events=10, **watermark)
+
+    def run(until: int) -> int:
+        several = (event(n, b'{"user": "u%d"}' % n) for n in range(pipeline.read, until))
+        pipeline.send(replace(one, timestamp=NOW) for one in several)  # so the watermark stays
+        wait_for(lambda: pipeline.read >= until or bool(pipeline.problem), f"{until} events read")
+        assert pipeline.problem is None, pipeline.problem
+        assert sum(report.read > 0 for report in pipeline.batches) >= until // 10, "larger batches"
+        return _compiled(pipeline.session)
+
+    pipeline.start(chosen)
+    assert run(30) == run(80)
+
+
+def _compiled(spark: SparkSession) -> int:
+    """The number of classes that Spark has compiled."""
+    metrics = jvm(spark).org.apache.spark.metrics.source.CodegenMetrics
+    return int(metrics.METRIC_COMPILATION_TIME().getCount())

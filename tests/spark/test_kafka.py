@@ -23,6 +23,7 @@ from services.core.control.pauses import Pause
 from services.core.control.transform_marks import Begin, TransformMark
 from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
+from services.core.lag import nearest_rank
 from services.core.metrics import TRANSFORM_MODE
 from services.core.undelivered import dead_letter
 from spark.brokers.kafka import KafkaSparkBroker
@@ -30,12 +31,13 @@ from spark.jobs.attempts import MAX_ENDED, Attempt, Attempts
 from spark.jobs.replay import BadRecords
 from spark.sources.offsets import TopicRecreated
 from tests.spark.broker_pipeline import BrokerPipeline
-from tests.spark.log_pipeline import NOW, event, interrupt_queries, numbers, wait_for
+from tests.spark.log_pipeline import NOW, event, interrupt_queries, merged_lags, numbers, wait_for
 from tests.spark.service_process import ServiceProcess, TooLateError
 from tests.spark.test_checkpoint import truncate
 
 pytestmark = pytest.mark.kafka
 COLUMNS = "carrier STRING, delay INT"
+DAY_MS = 86_400_000
 FAILS, EXPLODES = -1, -2
 MakePipeline = Callable[..., BrokerPipeline]
 
@@ -149,7 +151,7 @@ def test_begins_at_an_offset_that_is_not_stored(make_pipeline: MakePipeline, spa
 
 def test_real_time(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, real-time mode does not run our SQL, or a bad record, or an event that raises, stops it or vanishes; or a
-    pause stops it without a commit, so that events come out twice."""
+    pause stops it without a commit, so that events come out twice; or it reports other lags than the events had."""
     monkeypatch.setattr("spark.jobs.streaming_plan.REAL_TIME_BATCH", "5 seconds")
     pipeline = make_pipeline(1)
     chosen = pipeline.chosen(
@@ -158,12 +160,18 @@ def test_real_time(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch)
         mode="real-time",
         decimals="string",
     )
-    pipeline.send([flight(n) for n in range(1, 20)])
+    now = time.time_ns() // 1_000_000
+
+    def send(*several: Record) -> None:
+        """Each one is as many days old as its number says."""
+        pipeline.send([msgspec.structs.replace(one, timestamp=now - (one.timestamp - NOW) * DAY_MS) for one in several])
+
+    send(*(flight(n) for n in range(1, 20)))
     job = pipeline.start(chosen)
     first = pipeline.records("out", 19)
     assert {read_id(r) for r in first} == {f"id-{n}" for n in range(1, 20)}
     assert all(b'"exact":"' in (r.value or b"") for r in first), "decimals: string is without effect in real-time mode"
-    pipeline.send([flight(100), flight(21), event(22, b"no json"), flight(23, delay=0), flight(24)])
+    send(flight(100), flight(21), event(22, b"no json"), flight(23, delay=0), flight(24))
     dead = pipeline.records("dead", 2)
     assert reasons(dead) == {"id-22": "schema_mismatch", "id-23": "transform_error"}
     wait_for(
@@ -173,7 +181,7 @@ def test_real_time(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch)
     job.set_pause(Pause("paused", "operator", "ann", 0))
     wait_for(lambda: pipeline.states[-1].paused == "paused by ann: no reason given", "the pause")
     before = len(pipeline.records("out", 21))
-    pipeline.send([flight(n) for n in range(30, 40)])
+    send(*(flight(n) for n in range(30, 40)))
     assert len(pipeline.records("out", before)) == before
     job.set_pause(None)
     wait_for(
@@ -196,6 +204,11 @@ def test_real_time(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch)
     assert counts["lag_out"] == sum(report.written for report in pipeline.batches), "events without a lag"
     took = sum(lag.total_ms for lag in lags if lag.kind == "process_time")
     assert took < 30_000 * counts["process_time"], "that is the batch's time, not the events'"
+    days = sorted([*range(1, 20), 21, 22, 24, *range(30, 40), 100])
+    shares, read = (0.1, 0.5, 0.95, 1.0), merged_lags(reported, "lag_in")
+    assert read.count == len(days), "an event was counted twice, or not at all"
+    exact = [days[nearest_rank(share, len(days)) - 1] * DAY_MS for share in shares]
+    assert read.quantiles(shares) == [pytest.approx(lag, rel=0.01) for lag in exact]
 
 
 def test_one_event_of_four_million_rows(make_pipeline: MakePipeline) -> None:
@@ -449,6 +462,43 @@ def test_sources_come_and_go(make_pipeline: MakePipeline, monkeypatch: pytest.Mo
     pipeline.send([flight(n) for n in range(20, 25)])
     run([s], range(15, 25))
     assert not asyncio.run(pipeline.read_now("dead"))
+
+
+def test_an_open_window_outlives_another_source(make_pipeline: MakePipeline) -> None:
+    """If this fails, a transform over several events does not run on Kafka: one on which it raises stops it for good, or a late
+    one vanishes; or it forgets what it counted when a source is added."""
+    pipeline = make_pipeline(1)
+    s, added = pipeline.stream, f"{pipeline.stream}-added"
+    asyncio.run(pipeline.create([added], 1))
+
+    def at(number: int, minute: float, delay: int = 1) -> Record:
+        start_of_all = NOW - NOW % 60_000
+        return msgspec.structs.replace(flight(number, delay), timestamp=start_of_all + round(minute * 60_000))
+
+    def start(*sources: str) -> None:
+        every = " UNION ALL ".join(f"SELECT event_time, delay FROM `{one}`" for one in sources)
+        sql = f"""SELECT string(window.start) AS id, window.start AS time, count(*) AS flights, sum(60 DIV delay) AS part
+                  FROM ({every}) GROUP BY window(event_time, '1 minute')"""
+        chosen = pipeline.chosen(columns=COLUMNS, sql=sql, sources=sources, watermark="1m", interval="50ms")
+        pipeline.start(chosen)
+
+    def flights(windows: int) -> list[int]:
+        return [orjson.loads(record.value or b"")["flights"] for record in pipeline.records("out", windows)]
+
+    start(s)
+    pipeline.send([at(0, 0), at(1, 0.5)])
+    wait_for(lambda: sum(report.read for report in pipeline.batches) >= 2, "a batch")
+    pipeline.send([at(2, 10), at(3, 10.1, delay=0), at(4, 10.2)])
+    assert reasons(pipeline.records("dead", 1)) == {"id-3": "transform_error"}
+    assert flights(1) == [2]
+    pipeline.stop()
+    start(s, added)
+    pipeline.send([at(5, 10.5), at(6, 20)], stream=added)
+    pipeline.send([at(7, 20), at(8, 0.1)])
+    assert flights(2) == [2, 3], "the window that was open"
+    assert reasons(pipeline.records("dead", 2)) == {"id-3": "transform_error", "id-8": "late"}
+    pipeline.stop()
+    assert pipeline.problem is None
 
 
 def test_partitions_that_are_added_to_a_real_time_pipe(

@@ -10,9 +10,9 @@ from pyspark.sql import functions as f
 
 from services.core.broker.record import Record
 from services.core.event import ID
-from services.core.lag import LagHistogram, nearest_rank
+from services.core.lag import nearest_rank
 from spark.batch_report import count_by_lag, count_by_minute, read_lags, read_minutes
-from tests.spark.log_pipeline import LogPipeline
+from tests.spark.log_pipeline import LogPipeline, merged_lags
 
 SHARES = (0.5, 0.95, 0.99)
 DAY_MS = 86_400_000
@@ -37,9 +37,7 @@ def test_percentiles_are_within_one_percent(pipeline: LogPipeline) -> None:
     assert len({report.read for report in pipeline.batches if report.read}) > 1, "batches of one size only"
     exact = [sorted(lags)[nearest_rank(share, len(lags)) - 1] for share in SHARES]
     for kind in ("lag_in", "lag_out"):
-        merged = LagHistogram()
-        for lag in (lag for report in pipeline.reports for lag in report.lags if lag.kind == kind):
-            merged.merge(LagHistogram.load({"count": lag.count, "total_ms": lag.total_ms, "buckets": lag.buckets}))
+        merged = merged_lags(pipeline.reports, kind)
         assert merged.count == len(lags)
         assert merged.quantiles(SHARES) == [pytest.approx(value, rel=0.01) for value in exact]
 
