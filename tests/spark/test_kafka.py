@@ -21,7 +21,7 @@ from services.core.broker.errors import OffsetOutOfRange, Unavailable
 from services.core.broker.record import Record
 from services.core.control.pauses import Pause
 from services.core.control.transform_marks import Begin, TransformMark
-from services.core.event import read_id
+from services.core.event import read_arrival, read_id
 from services.core.jvm.kafka import KafkaCluster
 from services.core.lag import nearest_rank
 from services.core.metrics import TRANSFORM_MODE
@@ -338,6 +338,20 @@ def test_killed_in_the_middle(make_pipeline: MakePipeline, tmp_path: Path) -> No
         assert numbers(pipeline.reports(), "passed") == set(range(total))
     assert counts.keys() == {f"id-{n}" for n in range(total)}
     assert counts.total() - total <= batch
+
+
+def test_real_time_makes_new_events(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a transform that returns no `event` does not run in real-time mode, or its events lack id or time."""
+    monkeypatch.setattr("spark.jobs.streaming_plan.REAL_TIME_BATCH", "5 seconds")
+    pipeline = make_pipeline(1)
+    sql = "SELECT concat('new-', event.id) AS id, delay FROM {s}"
+    begun = time.time_ns() // 1_000_000
+    pipeline.start(pipeline.chosen(columns=COLUMNS, sql=sql, mode="real-time"))
+    pipeline.send([flight(n) for n in range(3)])
+    made = pipeline.records("out", 3)
+    pipeline.stop()
+    assert {read_id(record) for record in made} == {f"new-id-{n}" for n in range(3)}
+    assert all((read_arrival(record) or 0) >= begun for record in made)
 
 
 def test_real_time_event_that_takes_all_memory(make_pipeline: MakePipeline, tmp_path: Path) -> None:
