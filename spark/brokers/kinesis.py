@@ -131,7 +131,8 @@ class KinesisSparkBroker(DataSourceBroker):
         return places
 
     def _count_refused(self, checkpoint: str, end: ShardEnd) -> None:
-        """Tasks run in processes that show nobody their metrics."""
+        """Tasks run in processes that show nobody their metrics. Less than all: those before a shard's first note, and those of
+        attempts that failed, are in no note."""
         place = checkpoint, end.topic, end.shard
         more = end.refused - self._refused.setdefault(place, end.refused)
         if more > 0:  # not from a note of an earlier batch

@@ -119,14 +119,14 @@ def _why_not(
     transform = prepared.transform
     if not broker.real_time:
         return Reason(
-            "broker", "only Kafka can be read in real-time mode. If seconds matter, try: a broker kafka://HOST:9092"
+            "broker", "only Kafka can be read in real-time mode. Try: a broker kafka://HOST:9092, if seconds matter"
         )
     if transform.python is not None:
         return Reason("python", "Spark runs no Python functions in real-time mode. Try: write the transform in SQL")
     if transform.deduplicate_within is not None:
         return Reason(
             "deduplication",
-            "deduplicate_within needs micro-batches. If receivers recognise repeated events by their id, try: leave it out",
+            "deduplicate_within needs micro-batches. Try: leave it out, if receivers recognise repeated events by their id",
         )
     if not prepared.row_by_row:
         return Reason(
@@ -143,8 +143,8 @@ def _why_not(
     if not prepared.out.carries_events:
         return Reason(
             "new_events",
-            "the transform makes new events, which get their origins by the micro-batch. If each result stands for one event, "
-            "try: return `event`",
+            "the transform makes new events, which get their origins by the micro-batch. Try: return `event`, if each "
+            "result stands for one event",
         )
     if prepared.obstacle:
         return Reason("plan", f"the transform {prepared.obstacle}. Try: a pipe of its own for what works without that")

@@ -23,6 +23,8 @@ BATCH_BYTES = 16 << 20
 SETTLED_EVERY_MS = 3_600_000
 """The interval of an idle stream's empty batches. With each, the checkpoint records until when nothing was missed."""
 _READ_RECORDS = 5_000
+_LONGEST_READ_S = 20.0
+"""A shard that others read, too, may give little: the batch ends with what was read so far, before its time limit ends it."""
 _FULL_BYTES = 500_000
 """A read returns about a megabyte at most: after half of one there may be more."""
 
@@ -174,8 +176,17 @@ async def has_more(reader: ShardRecords, begin: ShardStart) -> bool:
 
 
 async def read_shards(reader: ShardRecords, starts: Sequence[ShardStart], room: int, size: int) -> list[ShardRead]:
-    """Of each shard about `room` records and `size` bytes at most. Raises OffsetOutOfRange, UnknownTopic, Unavailable."""
-    return list(await asyncio.gather(*(_read_shard(reader, start, room, size) for start in starts)))
+    """Of each shard about `room` records and `size` bytes at most, in about 20 s.
+
+    Raises OffsetOutOfRange, UnknownTopic, Unavailable.
+    """
+    reads = [asyncio.create_task(_read_shard(reader, start, room, size)) for start in starts]
+    try:
+        return await asyncio.gather(*reads)
+    finally:  # after a failure the others would use up the limits of their shards, beside the next attempt
+        for read in reads:
+            read.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
 
 
 async def _read_shard(reader: ShardRecords, start: ShardStart, room: int, size: int) -> ShardRead:
@@ -183,8 +194,10 @@ async def _read_shard(reader: ShardRecords, start: ShardStart, room: int, size: 
     known = start.position.with_retention(retention)
     at, batches = known.next, list[Batch]()
     check_beginning(topic, shard.number, known, retention, time.time_ns() // 1_000_000)
-    is_more = True
+    is_more, until = True, time.monotonic() + _LONGEST_READ_S
     while room > 0 and size > 0 and is_more:  # up to the end: later records are for the next batch
+        if batches and time.monotonic() > until:
+            break
         now = time.time_ns() // 1_000_000
         overdue = is_overdue(known, retention, now)
         asked = min(room, _READ_RECORDS)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.core.broker.errors import OffsetOutOfRange
+from services.core.broker.errors import OffsetOutOfRange, Unavailable
 from services.core.broker.kinesis.blocking import BlockingKinesis
 from services.core.broker.kinesis.incarnation import Stream
 from services.core.broker.kinesis.pace import ReadPace
@@ -233,3 +233,34 @@ async def test_a_backlog_fills_a_batch() -> None:
     assert not everything.more
     part = (await plan(Shard0(backlog), one, beginning, 1 << 62, size=3 << 20))[0]
     assert 3 << 20 < sum(estimate_size(batch.records) for batch in part.batches) < 5 << 20
+
+
+async def test_a_shard_that_gives_little_holds_up_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, queries that share a shard read for minutes, a time limit ends their batches, and none goes on."""
+    monkeypatch.setattr("spark.sources.shards._READ_RECORDS", 1)
+    monkeypatch.setattr("spark.sources.shards._LONGEST_READ_S", -1.0)
+    found = stream(shard(0))
+    (read,) = (await plan(Shelf([3]), found, {0: ShardPosition(0, NOW)})).values()
+    assert (read.records, read.more, read.position.next) == (1, True, BIG + 1)
+
+
+async def test_after_a_failure_no_other_shard_is_read() -> None:
+    """If this fails, a task that failed uses up the limits of other shards beside its next attempt."""
+
+    class Failing(Shelf):
+        ended = 0
+
+        async def read_shard(self, topic: str, which: Shard, offset: int, *, max_records: int) -> Batch | None:
+            if which.number == 0:
+                raise Unavailable("the service refuses it")
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                self.ended += 1
+            return None
+
+    shelf = Failing([1, 1])
+    known = {0: ShardPosition(0, NOW), 1: ShardPosition(0, NOW)}
+    with pytest.raises(Unavailable):
+        await plan(shelf, stream(shard(0), shard(1)), known)
+    assert shelf.ended == 1

@@ -32,7 +32,7 @@ KeysPath = Annotated[
     typer.Option(
         "--keys",
         envvar="PENSTOCK_INGEST_KEYS",
-        help="The keys file that ingest reads. Default: that of the fleet on --data, else keys.yaml.",
+        help="The keys file that ingest and the tables read. Default: that of the fleet on --data, else keys.yaml.",
     ),
 ]
 
@@ -81,7 +81,7 @@ def create(
         str | None,
         typer.Option(
             "--expires",
-            help="When ingest begins to refuse the key: 2027-01-31 (00:00 UTC), a time, or 90d from now. Default: never.",
+            help="When the key begins to be refused: 2027-01-31 (00:00 UTC), a time, or 90d from now. Default: never.",
         ),
     ] = None,
     keys: KeysPath = None,
@@ -133,12 +133,23 @@ def list_keys(keys: KeysPath = None, data: Data = Path("data"), as_json: AsJson 
 
 def key_table(keys: Iterable[ApiKey]) -> Table:
     table = make_table(
-        "id", "name", "rate", "created", "expires", "revoked", "streams", right=["rate"], text=["name", "streams"]
+        "id",
+        "name",
+        "scopes",
+        "rate",
+        "created",
+        "expires",
+        "revoked",
+        "streams",
+        right=["rate"],
+        text=["name", "streams"],
     )
     for key in keys:
         rate = "" if key.rate is None else str(key.rate)
         name, streams = Text(plain(key.name)), Text(", ".join(key.streams))
-        table.add_row(key.id, name, rate, key.created, key.expires or "", key.revoked or "", streams)
+        table.add_row(
+            key.id, name, ", ".join(key.scopes), rate, key.created, key.expires or "", key.revoked or "", streams
+        )
     return table
 
 
@@ -148,7 +159,7 @@ def revoke(
     keys: KeysPath = None,
     data: Data = Path("data"),
 ) -> None:
-    """Revoke a key. Ingest refuses it within seconds."""
+    """Revoke a key. It is refused within seconds."""
     path = find_keys(keys, data)
     if not path.exists():
         raise CommandFailed(f"there is no {path}", "--keys with the file that ingest reads", status=2)
@@ -164,7 +175,7 @@ def expire(
     keys: KeysPath = None,
     data: Data = Path("data"),
 ) -> None:
-    """Set the date from which ingest refuses a key."""
+    """Set the date from which a key is refused."""
     path = find_keys(keys, data)
     if not path.exists():
         raise CommandFailed(f"there is no {path}", "--keys with the file that ingest reads", status=2)

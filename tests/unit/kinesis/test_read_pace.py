@@ -30,6 +30,11 @@ def test_large_answers_are_paid_for() -> None:
     clock.now += 0.5
     pace.read(1_000_000)
     assert pace.wait() == pytest.approx(0.5 * READS_PER_SECOND / pace.rate), "its share is smaller"
+    for _ in range(20):
+        pace.throttle()
+    clock.now += pace.wait()
+    pace.read(10_000_000)
+    assert pace.wait() == 5, "one answer holds up all readers of the shard for a minute"
 
 
 def test_a_throttle_slows_down_and_time_without_one_speeds_up() -> None:

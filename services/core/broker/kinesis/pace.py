@@ -101,6 +101,9 @@ class WritePace:
 READS_PER_SECOND = 5.0
 READ_BYTES_PER_SECOND = 2_000_000
 _LOWEST_READS = 0.2
+_LONGEST_WAIT_S = 5.0
+"""After one answer, which has 10 MB at most. A process with a small part of the reads would else hold up its other readers of the
+shard for minutes."""
 
 
 class ReadPace:
@@ -132,7 +135,8 @@ class ReadPace:
     def read(self, size: int) -> None:
         """A read returned this many bytes. Who has a part of the reads has the same part of the bytes."""
         now = self._pass_time()
-        self._next = max(self._next, now + size / READ_BYTES_PER_SECOND * READS_PER_SECOND / self.rate)
+        wait = size / READ_BYTES_PER_SECOND * READS_PER_SECOND / self.rate
+        self._next = max(self._next, now + min(wait, _LONGEST_WAIT_S))
 
     def throttle(self) -> None:
         """The service refused a read."""

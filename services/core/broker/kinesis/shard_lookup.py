@@ -93,7 +93,7 @@ _T = TypeVar("_T")
 
 
 async def retry_briefly(ask: Callable[[], Awaitable[_T]]) -> _T:
-    """Repeat while the service throttles or is unavailable, for 20 s at most."""
+    """Repeat while the service throttles or is unavailable. No attempt begins after 20 s; the last one may end later."""
     deadline, backoff = time.monotonic() + _PATIENCE_SECONDS, Backoff(*_WAIT_SECONDS)
     while True:
         try:
