@@ -107,3 +107,21 @@ async def test_a_look_at_damage_says_what_it_is() -> None:
         bad = bytes(flip(make_batch(0), at, bit))
         with pytest.raises(DataDamaged, match="Try:"):
             await time_of(cast(Cluster, Stored(0, bad)), source, 1, 0)
+
+
+async def test_a_close_after_a_failed_request_cancels_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a member that leaves while Kafka closes its connections is as if cancelled: it does not leave its group, keeps
+    connections, and its lane ends without an error."""
+    node, failed = Node(), asyncio.Event()
+
+    async def send(*_: Any, **__: Any) -> Any:
+        failed.set()
+        raise kafka.KafkaConnectionError("closed")
+
+    monkeypatch.setattr(node, "send", send)
+    async with running(node) as fetcher:
+        fetcher._retry_backoff = 3600.0
+        async with asyncio.timeout(60):
+            await failed.wait()
+        await asyncio.sleep(0)  # it waits now, before its next attempt
+        assert fetcher._pending_tasks

@@ -109,8 +109,12 @@ class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
 
     async def _proc_fetch_request(self, *request: Any) -> Any:
         """As aiokafka's, but polls return the records as its decoder made them. To make a ConsumerRecord of each took a
-        seventh of expel's CPU."""
-        came = await super()._proc_fetch_request(*request)
+        seventh of expel's CPU. And `close` may cancel it at any time: in its wait after a failed request, aiokafka's would raise
+        that out of `close`, as if whoever closes were cancelled."""
+        try:
+            came = await super()._proc_fetch_request(*request)
+        except asyncio.CancelledError:
+            return False
         for result in self._records.values():
             if isinstance(result, FetchResult) and result._partition_records is not None:
                 result._partition_records._consumer_record = _as_decoded
