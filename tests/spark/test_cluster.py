@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from pyarrow.parquet import write_table
 
 from services.core.aws_emulator import CREDENTIALS
-from services.core.broker.errors import Unavailable
+from services.core.broker.errors import OutcomeUnknown, Unavailable
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
@@ -86,9 +87,13 @@ def sample(number: int) -> Record:
 
 
 def send(pipeline: BrokerPipeline, first: int, end: int) -> None:
-    """These events, over all partitions."""
+    """These events, over all partitions. Again, as a client does, when nobody knows whether they are stored."""
     for partition in range(4):
-        pipeline.send([sample(n) for n in range(first + partition, end, 4)], partition)
+        is_stored = False
+        while not is_stored:
+            with suppress(OutcomeUnknown):
+                pipeline.send([sample(n) for n in range(first + partition, end, 4)], partition)
+                is_stored = True
 
 
 def on(cluster: SparkCluster) -> list[str]:
