@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -256,3 +257,26 @@ def test_one_event_ends_its_executor_each_time(
     assert numbers(pipeline.reports(), "passed") == healthy
     assert numbers(pipeline.reports(), "dead") == {poison}
     assert "executors_lost" in service.output.read_text()
+
+
+def test_real_time_mode_on_executors(kafka_cluster: KafkaCluster, spark_cluster: SparkCluster, tmp_path: Path) -> None:
+    """If this fails, a pipe that asks for real-time mode on a cluster stands still, or does not go on after an executor's end."""
+    no_session: Any = None
+    with BrokerPipeline(no_session, f"kafka://{kafka_cluster.bootstrap}", tmp_path, partitions=1) as pipeline:
+        pipeline.chosen(columns=COLUMNS, sql="SELECT event, n FROM {s}", mode="real-time")
+        with ServiceProcess(tmp_path, pipeline.url, *on(spark_cluster)) as service:
+            process = service.start()
+            for first in (0, 20):
+                pipeline.send([sample(n) for n in range(first, first + 20)])
+                wait_for(lambda first=first: len(set(pipeline.ids_so_far())) == first + 20, "events")  # type: ignore[misc]
+                for executor in spark_cluster.executors():
+                    executor.kill()
+            pipeline.send([sample(n) for n in range(40, 60)])
+            wait_for(lambda: len(set(pipeline.ids_so_far())) == 60, "the events after the executors")
+            address = orjson.loads(service.output.read_text().splitlines()[0])["address"]
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=300) as answer:
+                assert f'penstock_transform_mode{{mode="real-time",pipe="{pipeline.pipe}"' in answer.read().decode()
+            process.terminate()
+            assert process.wait(600) == 0, service.output.read_text()[-3000:]
+        assert not asyncio.run(pipeline.read_now("dead"))
+        assert numbers(pipeline.reports(), "passed") == set(range(60))

@@ -35,7 +35,11 @@ GROUPS: tuple[tuple[str, ...], ...] = (
         "tests/faults/test_migration.py::test_to_kafka[kafka]",
         "tests/faults/test_migration.py::test_to_kinesis",
     ),
-    (f"{_KAFKA}test_a_checkpoint_changes_its_mode[False]", f"{_KAFKA}test_a_checkpoint_changes_its_mode[True]"),
+    (
+        f"{_KAFKA}test_a_checkpoint_changes_its_mode[False]",
+        f"{_KAFKA}test_a_checkpoint_changes_its_mode[True]",
+        "tests/spark/test_cluster.py::test_real_time_mode_on_executors",
+    ),
     (
         f"{_KAFKA}test_one_event_of_four_million_rows",
         "tests/spark/test_too_much.py::test_one_event_of_four_million_rows",
