@@ -105,7 +105,7 @@ class Output:
     def _read(self, reader: int) -> None:
         with os.fdopen(reader, "rb") as pipe, RotatedLog(self._log) as log:
             while line := pipe.readline(MAX_LINE_BYTES):
-                self._keep(log, line)
+                self._keep(log, line if line.startswith(b"{") else _masked(line))
                 level, text = describe_line(line)
                 self._last.append(text)
                 if level in _SHOWN and (budget := self._use_budget()):
@@ -134,6 +134,11 @@ class Output:
             return 0.0
         self._budget -= 1
         return max(self._budget, 0.01)
+
+
+def _masked(line: bytes) -> bytes:
+    """A line that is not of our log format, as of Spark's Java: nobody has masked it."""
+    return mask_text(line.decode(errors="surrogateescape")).encode(errors="surrogateescape")
 
 
 def describe_line(line: bytes) -> tuple[str, str]:

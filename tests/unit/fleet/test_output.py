@@ -45,6 +45,15 @@ def test_lines_for_a_person() -> None:
     assert describe_line(b"auth.bearer can be read by others\n")[1] == "auth.bearer can be read by others"
 
 
+def test_no_secret_of_java_is_in_a_file(tmp_path: Path) -> None:
+    """Broken: Spark's own lines, which no masking of ours has seen, keep a secret on the disk."""
+    output = Output("transform-1", tmp_path / "x.log", lambda *_: None)
+    os.write(output.writer, b"ERROR Bearer abc at \xff\n" + b'{"event":"x"}\n')
+    os.close(output.writer)
+    output.last_lines(60.0)
+    assert (tmp_path / "x.log").read_bytes() == b'ERROR *** at \xff\n{"event":"x"}\n'
+
+
 def test_console_is_not_flooded(tmp_path: Path) -> None:
     """Broken: a service in trouble scrolls away everything else, or blocks when nobody reads its pipe."""
     said: list[str] = []

@@ -4,7 +4,8 @@ A driver makes one attempt, within `TIMEOUT_S`, and classifies the error; the sc
 
 A new driver is a file here that implements `GroupDriver`; `open.py` opens it by the scheme of its URL. Its harness goes into
 `tests/unit/autoscaler/drivers/harness.py`: the contract suite beside it then runs against the driver. The help of the setting
-in `services/autoscaler/settings.py` lists the URLs, and docs/scaling-groups.md describes them.
+in `services/autoscaler/settings.py` and the error in `services/autoscaler/app.py` list the URLs;
+docs/scaling-groups.md describes them.
 """
 
 import asyncio
